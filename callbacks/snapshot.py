@@ -9,7 +9,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from polyphase.engine.checkpoint import absolute, lock, repair
+from polyphase.engine.checkpoint import CheckpointError, absolute, lock, repair
 from polyphase.engine.flags import check_count, check_number, choose
 
 __all__ = ["Snapshot", "default_snapshot"]
@@ -130,23 +130,36 @@ class Snapshot(Callback):
         # for which a longer run logs them anew.
         if trainer.loggers and _epochs_done(trainer) != self._saved_epochs:
             self._saved_step = None
+        if not trainer.finish_saving():
+            self._saved_step = None  # it is tried again
         self._save(trainer)
+        if not trainer.finish_saving():
+            raise CheckpointError(
+                f"The run is over, but its end could not be saved in {self.snapshot_folder(trainer)}: a warning above"
+                " has the reason. The weights are still in the module: `engine.save_checkpoint(path)` saves them."
+            )
 
     def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
         """Saves if the state is consistent: all ranks agreed to stop, or there is only one rank."""
+        try:
+            self._save_at_exception(trainer, exception)
+        finally:
+            self.unlock()  # Lightning does not call `teardown` after an exception
+
+    def _save_at_exception(self, trainer: Any, exception: BaseException) -> None:
         if trainer.state.fn == "fit" and self._saved_step is not None:
             if isinstance(exception, SIGTERMException) or trainer.world_size == 1:
                 self._save(trainer)  # not after `nonfinite="error"`, which means that the state is unusable
             is_asked = isinstance(exception, (KeyboardInterrupt, SIGTERMException))
             if not (is_asked and any(hasattr(c, "on_run_end") for c in trainer.callbacks)):  # that hook prints the same
                 rank_zero_info(f"Stopped by {type(exception).__name__}; to go on, run it again with resume='auto'.")
-        self._unlock()  # Lightning does not call `teardown` after an exception
 
     def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         """Unlocks the folder."""
-        self._unlock()
+        self.unlock()
 
-    def _unlock(self) -> None:
+    def unlock(self) -> None:
+        """Unlocks the folder, if it is locked."""
         if self._release is not None:
             self._release()
             self._release = None
@@ -156,7 +169,7 @@ class Snapshot(Callback):
         if step == self._saved_step:
             return
         self._saved_step, self._saved_at, self._saved_epochs = step, time.monotonic(), _epochs_done(trainer)
-        path = os.path.join(self.snapshot_folder(trainer), trainer.run_history.snapshot_name(step))
+        path = trainer.run_history.snapshot_path(self.snapshot_folder(trainer), step)
         self._note_best(trainer, path)
         trainer.save_checkpoint(path, link="last", kind="snapshot")
         if trainer.is_global_zero:

@@ -49,7 +49,7 @@ from .model_summary import summarize
 from .noise import allow_nonempty_folder, quiet
 from .out_of_memory import OutOfMemory
 from .prediction import PredictionLoop
-from .runs import checked, reports_uncaught
+from .runs import checked, log_later_error, reports_uncaught
 from .training import TrainingEpochLoop
 
 __all__ = ["TrainerBase", "defaults_from_environment", "install_loops"]
@@ -162,14 +162,17 @@ class TrainerBase(Trainer):
         except BaseException as exception:
             checkpoints.is_ending = True
             timeout_s = None if isinstance(exception, SIGTERMException) else _LAST_SAVE_TIMEOUT_S
-            report_failure(
-                exception,
-                # Lightning: the launchers of workers; the parent raises the worker's exception.
-                print_traceback=not isinstance(self.strategy.launcher, _MultiProcessingLauncher),
-                watchdog=watchdog,
-                leaves=adapt(self.strategy).can_exit_alone,
-                finish=lambda: checkpoints.saver.finish(timeout_s),
-            )
+            try:
+                report_failure(
+                    exception,
+                    # Lightning: the launchers of workers; the parent raises the worker's exception.
+                    print_traceback=not isinstance(self.strategy.launcher, _MultiProcessingLauncher),
+                    watchdog=watchdog,
+                    leaves=adapt(self.strategy).can_exit_alone,
+                    finish=lambda: checkpoints.saver.finish(timeout_s),
+                )
+            except Exception as later:
+                log_later_error(later)
             raise
 
     # Lightning: Trainer._teardown, called at the end of a run, which ends connections that a save may need.
@@ -249,6 +252,12 @@ class TrainerBase(Trainer):
         results: list[Any] = []
         self._checkpoint_connector.saver.agree(lambda: results.append(function()))  # type: ignore[attr-defined]
         return results[0] if results else None
+
+    def finish_saving(self) -> bool:
+        """Waits for the save in flight; returns whether the last save has succeeded."""
+        checkpoints: CheckpointConnector = self._checkpoint_connector  # type: ignore[assignment]
+        checkpoints.saver.finish()
+        return not checkpoints.saver.has_failed
 
     @property
     def last_checkpoint(self) -> str | None:

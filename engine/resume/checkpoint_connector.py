@@ -4,9 +4,14 @@ It loads the engine's checkpoints and Lightning's own files. `saving` has the pa
 """
 
 import os
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+from fsspec.implementations.local import LocalFileSystem
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.strategies import Strategy
 
@@ -27,6 +32,7 @@ from ..checkpoint import (
     set_random_state,
     to_lightning,
 )
+from ..checkpoint.checked_io import resolve
 from ..checkpoint.run_record import RunRecord
 from ..checkpoint.single_file import OURS
 from ..checkpoint.state_tree import mapped
@@ -53,7 +59,7 @@ class CheckpointConnector(SavingConnector):  # Lightning: Trainer._checkpoint_co
 
     def begin(self) -> None:
         """Resets the state of the last run; called when the trainer begins to run."""
-        self.is_ending = self._draws_alone = False
+        self.is_ending = self._draws_alone = self.saver.has_failed = False
         self.state_of_workers = None
 
     def resume_start(self, checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
@@ -97,6 +103,17 @@ class CheckpointConnector(SavingConnector):  # Lightning: Trainer._checkpoint_co
             },
             self.logs.positions(),
         )
+        self.logs.mark(self.history.run.id)
+
+    def restore_callbacks(self) -> None:
+        """Restores the callbacks' state, without paths of others' files."""
+        super().restore_callbacks()
+        if not self._loaded_checkpoint or self.trainer.state.fn != TrainerFn.FITTING:
+            return
+        lineage = (self._engine_state.get("run") or {}).get("lineage", ())
+        for callback in self.trainer.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint):
+                _forget_others(callback, self.saver.agree(partial(_others, callback, lineage)))
 
     def _open_file(self, path: Any, weights_only: bool | None) -> None:
         """Opens a single-file checkpoint through the strategy, as Lightning does; each rank keeps only its own part."""
@@ -369,6 +386,40 @@ class CheckpointConnector(SavingConnector):  # Lightning: Trainer._checkpoint_co
     @property
     def _is_ours(self) -> bool:
         return self.is_portable and self._saved_names is not None
+
+
+def _others(callback: ModelCheckpoint, lineage: Sequence[str]) -> dict[str, str]:
+    """Returns the paths in the restored state that the callback must not remove, each with the reason."""
+    paths = {callback.best_model_path, callback.kth_best_model_path, callback.last_model_path, *callback.best_k_models}
+    folder = str(callback.dirpath)
+    return {path: reason for path in sorted(paths - {""}) if (reason := _not_its_own(path, folder, lineage))}
+
+
+def _not_its_own(path: str, folder: str, lineage: Sequence[str]) -> str:
+    """Returns the reason why a run must not remove the checkpoint `path` from `folder`; "" if it may."""
+    fs, fs_path = resolve(path)
+    if isinstance(fs, LocalFileSystem):
+        if Path(folder).absolute() not in Path(path).absolute().parents:
+            return ""  # Lightning: ModelCheckpoint._should_remove_checkpoint; it does not resolve ".." and links
+        is_inside = Path(folder).resolve() in Path(fs_path).resolve().parents
+    else:
+        is_inside = path.startswith(f"{folder.rstrip('/')}/") and ".." not in path.split("/")
+    if not is_inside:
+        return f"is not in its folder {folder}"
+    try:
+        manifest = read_manifest(path) if is_checkpoint(path) else None
+    except CheckpointError:
+        return ""
+    return "" if manifest is None or manifest.run in lineage else f"was saved by another run ({manifest.run})"
+
+
+def _forget_others(callback: ModelCheckpoint, others: dict[str, str]) -> None:
+    for path, reason in others.items():
+        rank_zero_warn(f"The checkpoint names {path} for ModelCheckpoint, but it {reason}: it is never removed.")
+        callback.best_k_models.pop(path, None)
+    for name in ("best_model_path", "kth_best_model_path", "last_model_path"):
+        if getattr(callback, name) in others:
+            setattr(callback, name, "")
 
 
 def _is_elsewhere(state: dict[str, Any]) -> bool:

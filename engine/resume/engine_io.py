@@ -5,8 +5,9 @@ from typing import Any
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities import rank_zero_warn
 
-from ..checkpoint import AsyncCheckpointer, is_checkpoint, is_directory, load_checkpoint
+from ..checkpoint import AsyncCheckpointer, is_checkpoint, is_directory, load_checkpoint, read_manifest
 from ..checkpoint.ownership import is_torch_file, path_status
+from ..checkpoint.single_file import MANIFEST_KEY, OURS
 from ..checkpoint.whole import read_file, refusal_of, write_file
 from ..distributed.object_group import num_ranks
 
@@ -26,11 +27,14 @@ class EngineIO(TorchCheckpointIO):
 
         Raises:
             TypeError: `storage_options` were given, as for Lightning's `TorchCheckpointIO`.
+            CheckpointError: the file can't be opened again.
         """
         if storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options=storage_options)  # raises Lightning's own error
             return
         write_file(checkpoint, str(path))
+        if MANIFEST_KEY in checkpoint.get(OURS, ()):
+            read_manifest(path)  # before an older one is removed
         if not self._has_checked:
             self._has_checked = True
             if (refusal := refusal_of(str(path))) is not None:

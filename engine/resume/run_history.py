@@ -11,6 +11,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from ..checkpoint import AsyncCheckpointer, CheckpointError, Manifest
 from ..checkpoint.checked_io import resolve
 from ..checkpoint.lineage import Ledger, RunId, Snapshot, begin_run, free_suffix
+from ..checkpoint.ownership import path_status
 from ..checkpoint.retention import Entry, list_entries
 from ..checkpoint.run_record import RunRecord, read_record, write_record
 
@@ -116,9 +117,21 @@ class RunHistory:
         number = 0 if self._ledger is None else self._ledger.next_sequence()
         return {"run": self.run.id, "lineage": self.run.lineage, "sequence": number}
 
-    def snapshot_name(self, step: int) -> str:
-        """Returns the name of the snapshot of a step; it differs from the names of all other runs' snapshots."""
-        return f"step={step}{self._suffix}"
+    def snapshot_path(self, folder: str, step: int) -> str:
+        """Returns the path of the snapshot of a step; called by all ranks.
+
+        It is not the path of another run's snapshot, nor of anything that is not ours.
+        """
+        return self._saver.agree(lambda: self._snapshot_path(os.path.join(folder, f"step={step}"), self._suffix))
+
+    def _snapshot_path(self, plain: str, suffix: str) -> str:
+        path, status, number = f"{plain}{suffix}", path_status(f"{plain}{suffix}"), 0
+        if status.kind != "foreign":
+            return path
+        while path_status(f"{plain}-v{(number := number + 1)}").kind != "free":
+            pass
+        rank_zero_info(f"{path} is {status.about}: the snapshot is called {plain}-v{number}.")
+        return f"{plain}-v{number}"
 
     def snapshots(self) -> list[Snapshot]:
         """Returns, on rank 0, the snapshots that this run may remove, the newest first."""

@@ -22,7 +22,7 @@ from .._compat.lightning import _CheckpointConnector
 from ..checkpoint import NAMES, AsyncCheckpointer, CheckpointError, get_random_state
 from ..checkpoint.manifest import Kind, Manifest, manifest_bytes
 from ..checkpoint.publish import check_may_replace, update_link
-from ..checkpoint.single_file import MANIFEST_KEY, OURS
+from ..checkpoint.single_file import MANIFEST_KEY, MOST_TEXT_BYTES, OURS
 from ..checkpoint.state_tree import all_by_name, merged
 from ..choices import CheckpointFormat
 from ..distributed.object_group import num_ranks
@@ -109,6 +109,8 @@ class SavingConnector(_CheckpointConnector):
     ) -> None:
         """Saves the state of the run; all ranks call it at the same time.
 
+        If the run has failed already, a save that fails is a warning: the first error is what counts.
+
         Raises:
             TypeError: `storage_options` were passed, which only a user's `CheckpointIO` can use.
             CheckpointError: `filepath` exists, and is not a checkpoint of the engine's.
@@ -120,8 +122,22 @@ class SavingConnector(_CheckpointConnector):
                 "`save_checkpoint(storage_options=...)` is for a `CheckpointIO` of your own, given as a plugin; without"
                 " one, name the storage by an fsspec URL as the path."
             )
-        if not self._may_save(path):
-            return
+        try:
+            is_saved = self._may_save(path)
+            if is_saved:
+                self._write(filepath, weights_only, storage_options, link, kind)
+        except Exception as error:
+            if not self.is_ending:
+                raise
+            is_saved = False
+            rank_zero_warn(f"{path} is not saved: {type(error).__name__}: {error}")
+        if not is_saved:
+            self.saver.has_failed = True  # nothing is removed in its favour
+
+    def _write(
+        self, filepath: Any, weights_only: bool | None, storage_options: Any, link: str | None, kind: Kind
+    ) -> None:
+        path, as_directory = str(filepath), self._is_directory(kind)
         self._strategy.hands_out_shards = self._hands_out_shards = as_directory
         try:
             checkpoint = self.dump_checkpoint(bool(weights_only))
@@ -163,7 +179,8 @@ class SavingConnector(_CheckpointConnector):
         """Saves by the strategy, as Lightning does; if it fails on one rank, all ranks raise."""
         path = str(filepath)
         name = path.rstrip("/").rsplit("/", 1)[-1]
-        text = manifest_bytes(Manifest(name=name, time=time.time(), files={}, **about)).decode()
+        manifest = Manifest(name=name, time=time.time(), files={}, **about)
+        text = self.saver.agree(lambda: manifest_bytes(manifest, MOST_TEXT_BYTES).decode())
         engine_state = checkpoint.pop(OURS, {})  # moved to the end: see `manifest_text`
         states = checkpoint.get("optimizer_states", [])
         if len(states) == len(self.trainer.optimizers) and all(map(_goes_by_number, states)):
@@ -174,7 +191,7 @@ class SavingConnector(_CheckpointConnector):
             self.trainer.strategy.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
         except Exception as raised:
             error = raised
-        failures = self.saver.gather(None if error is None else repr(error))
+        failures = self.saver.gather(None if error is None else f"{type(error).__name__}: {error}")
         if error is not None:
             raise error
         failed = [f"rank {rank} could not write: {text}" for rank, text in enumerate(failures) if text is not None]
@@ -247,7 +264,7 @@ class SavingConnector(_CheckpointConnector):
         return fits and not self.is_ending
 
     is_ending = False
-    """Whether the run has ended or failed: then all saves are in the foreground."""
+    """Whether the run has failed: then all saves are in the foreground."""
 
     @property
     def _stopped_in_validation(self) -> bool:

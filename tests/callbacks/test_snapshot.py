@@ -1,13 +1,17 @@
 """Snapshots in one process: when they are saved, which are kept, and what a run continues from."""
 
+import errno
 import os
+import resource
 import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.loggers import CSVLogger
 
 from polyphase.callbacks import Snapshot
 from polyphase.engine import Engine
@@ -119,6 +123,102 @@ def test_what_fails_is_saved_and_goes_on_as_if_nothing_had_been(tmp_path, failur
     assert run.global_step == 10
     assert "no checkpoint in" in caplog.text
     assert f"continues from {tmp_path / 'run' / 'snapshots' / 'step=7'}" in caplog.text
+
+
+# --- a full disk
+
+
+@pytest.fixture
+def fill_disk() -> Iterator[Callable[[], None]]:
+    """Lets no file grow beyond 1,000 bytes from its call on."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+class AtRest(At):
+    """Does it when no save is in flight."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_step == self.step:
+            trainer.finish_saving()
+            self.action()
+
+
+class Unfinished(CSVLogger):
+    """Finds no room when the run ends."""
+
+    def finalize(self, status: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("logger", [None, Unfinished], ids=["no logger", "a logger that can't write"])
+def test_an_error_on_a_full_disk_stays_the_users_and_the_folder_is_free(tmp_path, fill_disk, logger):
+    def fail():
+        fill_disk()
+        raise ValueError("the user's own")
+
+    flags = {"logger": logger(tmp_path)} if logger else {}
+    with (
+        pytest.raises(ValueError, match="the user's own"),
+        pytest.warns(UserWarning, match="step=7 is not saved") as told,
+    ):
+        train(tmp_path, AtRest(7, fail), Snapshot(every_n_steps=3, keep_last=1), **flags)
+    said = " ".join(str(warning.message) for warning in told)
+    assert "step=7 is not saved: " in said
+    assert "File too large: '" in said
+    assert ".saving-" in said
+    assert names(tmp_path / "snapshots") == ["step=6"]
+    lock(tmp_path / "snapshots")()
+
+
+class Fails(Callback):
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_callback_that_fails_at_the_end_neither_hides_the_error_nor_keeps_the_lock(tmp_path, caplog):
+    def fail():
+        raise ValueError("the user's own")
+
+    with pytest.raises(ValueError, match="the user's own"):
+        train(tmp_path, Fails(), At(7, fail), Snapshot(every_n_steps=3))
+    assert "While the run ended after an error, another one was raised: OSError" in caplog.text
+    lock(tmp_path / "snapshots")()
+
+
+@pytest.mark.parametrize("last", [6, 10], ids=["the last step was saved", "it was not"])
+def test_a_run_whose_end_could_not_be_saved_ends_with_an_error(tmp_path, fill_disk, last):
+    flags = {"max_epochs": -1, "max_steps": last}
+    with (
+        pytest.warns(RuntimeWarning, match=r"step=\d+ could not be saved: .*File too large: '/"),
+        pytest.raises(CheckpointError, match="The run is over, but its end could not be saved in"),
+    ):
+        train(tmp_path, AtRest(4, fill_disk), Snapshot(every_n_steps=3, keep_last=1), **flags)
+    assert names(tmp_path / "snapshots") == ["step=3"]
+    lock(tmp_path / "snapshots")()
+
+
+def test_a_save_that_failed_when_the_run_does_hides_no_error_either(tmp_path, fill_disk, caplog):
+    """The save in flight is waited for when the run ends; its warning is an error here."""
+
+    def fail():
+        raise ValueError("the user's own")
+
+    with pytest.raises(ValueError, match="the user's own"):
+        train(tmp_path, AtRest(5, fill_disk), At(6, fail), Snapshot(every_n_steps=6))
+    assert "step=6 could not be saved" in caplog.text
+    lock(tmp_path / "snapshots")()
+
+
+def test_a_run_whose_end_was_saved_ends_well_whatever_failed_before(tmp_path, fill_disk):
+    def free():
+        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+
+    with pytest.warns(RuntimeWarning, match="step=6 could not be saved"):
+        train(tmp_path, AtRest(4, fill_disk), AtRest(8, free), Snapshot(every_n_steps=3, keep_last=1))
+    assert names(tmp_path / "snapshots") == ["step=10"]
 
 
 def test_a_run_that_is_over_stays_over(tmp_path):

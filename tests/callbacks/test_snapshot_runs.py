@@ -92,7 +92,7 @@ def test_retention_reads_no_manifest_again(tmp_path, monkeypatch):
     train(tmp_path, snapshots(every_n_steps=1, keep_last=1))
     others = [path for path in read if int(os.path.basename(str(path)).split("=")[1].split("-")[0]) >= 1000]
     assert len(others) == number, "each is read once, at the start"
-    assert len(read) - number <= 2 * 10, "and of its own those that it removes"
+    assert len(read) - number <= 4 * 10, "and its own: before and after each is published, and when one is removed"
 
 
 # --- which one is continued
@@ -313,14 +313,95 @@ def test_a_change_of_directory_in_mid_run_does_not_split_it(tmp_path, monkeypatc
     assert os.listdir(tmp_path / "elsewhere") == []
 
 
-def test_a_name_that_is_taken_is_an_error_before_training_goes_on(tmp_path):
+def test_a_name_that_is_taken_is_worked_around(tmp_path):
     (tmp_path / "snapshots" / "step=4").mkdir(parents=True)
     (tmp_path / "snapshots" / "step=4" / "thesis.tex").write_text("three years")
-    with pytest.raises(CheckpointError, match=r"step=4 is a folder that holds thesis\.tex") as refused:
-        train(tmp_path, snapshots())
-    assert "nothing is saved there" in str(refused.value)
+    (tmp_path / "snapshots" / "step=6").write_text("a file")
+    (tmp_path / "snapshots" / "step=8").symlink_to(tmp_path / "snapshots" / "step=4")
+    train(tmp_path, snapshots(keep_last=9))
+    assert names(tmp_path / "snapshots") == ["step=10", "step=8-v1", "step=6-v1", "step=4-v1", "step=2"]
     assert os.listdir(tmp_path / "snapshots" / "step=4") == ["thesis.tex"]
-    assert names(tmp_path / "snapshots")[-1] == "step=2"
+    assert (tmp_path / "snapshots" / "step=6").read_text() == "a file"
+    assert (tmp_path / "snapshots" / "step=8").is_symlink()
+
+
+def put_a_file(path: Path) -> None:
+    (path / ".DS_Store").write_bytes(b"of a file manager")
+
+
+def put_a_link(path: Path) -> None:
+    (path / "linked").symlink_to(path.parent)
+
+
+@pytest.mark.parametrize("put", [put_a_file, put_a_link], ids=lambda put: put.__name__)
+@pytest.mark.filterwarnings("ignore:.*An older one is used", "ignore:.*it is not removed")
+def test_what_is_put_into_a_snapshot_does_not_block_the_run(tmp_path, put):
+    train(tmp_path, snapshots(), steps=6)
+    put(tmp_path / "snapshots" / "step=6")
+    begun = []
+
+    class Looks(Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            begun.append(trainer.global_step)
+
+    train(tmp_path, Looks(), snapshots(), steps=8, resume="auto")
+    put(tmp_path / "snapshots" / "step=8")
+    damage(tmp_path / "snapshots" / "step=8")
+    train(tmp_path, Looks(), snapshots(keep_last=9), steps=10, resume="auto")
+    assert begun == [6, 6]
+    assert names(tmp_path / "snapshots")[:2] == ["step=10", "step=8-v1"]
+
+
+# --- numbers and names that a file supplies
+
+
+@pytest.mark.parametrize("said", [{}, {"run": "stranger", "lineage": ["stranger"]}, {"format": 9}], ids=str)
+@pytest.mark.parametrize("resume", ["auto", "fresh"])
+def test_a_number_that_leaves_no_next_one_is_refused_before_training(tmp_path, said, resume):
+    train(tmp_path, snapshots(keep_last=9), steps=6)
+    path = tmp_path / "snapshots" / "step=2"
+    seal(path, {**json.loads((path / MANIFEST).read_bytes()), "sequence": (1 << 62) - 1, **said})
+    before = sorted(os.listdir(tmp_path / "snapshots"))
+    with pytest.raises(CheckpointError, match=r"step=2 (claims to be save number 46|can't be opened: .*has format 9)"):
+        train(tmp_path, snapshots(keep_last=1), steps=10, resume=resume)
+    assert sorted(os.listdir(tmp_path / "snapshots")) == before
+
+
+class Best(ModelCheckpoint):
+    """Keeps the best one of a value that gets better in each step."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, monitor="loss", mode="max", every_n_train_steps=1, filename="{step}", save_top_k=1)
+
+
+class Rising(Regression):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("loss", float(self.global_step))
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("named", "says"),
+    [("../other/best.ckpt", "is not in its folder"), ("step=1.ckpt", r"was saved by another run \(\w+\)")],
+)
+def test_a_callbacks_state_does_not_have_other_runs_files_removed(tmp_path, named, says):
+    """A checkpoint names the path of another run's model as the one that its next best replaces."""
+    (tmp_path / "mine").mkdir()
+    train(tmp_path, Best(tmp_path / "other"), steps=1, module=Rising())
+    other = tmp_path / "mine" / named
+    shutil.copy(tmp_path / "other" / "step=1.ckpt", other)
+    train(tmp_path, Best(tmp_path / "mine"), steps=3, module=Rising())
+    (path,) = (tmp_path / "mine").glob("step=3.ckpt")
+    content = torch.load(path, weights_only=True)
+    (state,) = [state for name, state in content["callbacks"].items() if name.startswith(("Best", "ModelCheckpoint"))]
+    state["best_k_models"] = {f"{tmp_path}/mine/{named}": torch.tensor(2.0)}
+    state["kth_best_model_path"] = state["best_model_path"] = state["last_model_path"] = f"{tmp_path}/mine/{named}"
+    torch.save(content, path)
+    with pytest.warns(UserWarning, match=rf"The checkpoint names \S+ for ModelCheckpoint, but it {says}"):
+        again = train(tmp_path, Best(tmp_path / "mine"), steps=6, module=Rising(), resume=path)
+    assert again.global_step == 6
+    assert other.exists()
+    assert again.checkpoint_callback.best_model_path == str(tmp_path / "mine" / "step=6.ckpt")
 
 
 def test_save_checkpoint_over_a_folder_of_the_users_is_an_error(tmp_path):
