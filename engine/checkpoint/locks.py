@@ -4,6 +4,8 @@ It is a lock of `flock`, which belongs to the open file: closing other handles o
 would release a record lock. On NFS, Linux turns it into a lock at the server: it holds between machines too, unless the
 folder is mounted with ``nolock`` or ``local_lock``; then it holds between the processes of each machine alone. A
 machine that loses its server for longer than the server's lease (90 s) loses the lock.
+
+Runs without snapshots lock no folder. So whatever is being written under a temporary name is `held` itself.
 """
 
 import errno
@@ -12,6 +14,7 @@ import os
 import stat
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import IO
 
 from fsspec.implementations.local import LocalFileSystem
@@ -19,7 +22,7 @@ from fsspec.implementations.local import LocalFileSystem
 from .checked_io import naming, resolve
 from .manifest import CheckpointError
 
-__all__ = ["keep_lock", "lock"]
+__all__ = ["held", "is_held", "keep_lock", "lock"]
 
 _LOCK = ".lock"
 _HOLDER_PREFIX = "process "
@@ -27,13 +30,50 @@ _HOLDER_PREFIX = "process "
 
 _held: dict[str, IO[str]] = {}
 """The locks of this process by folder."""
+_written: set[int] = set()
+"""The handles of what this process writes."""
 
 
 def _let_go() -> None:
     """Closes a forked child's copies of the locks, which would keep them when this process has ended."""
     for stream in _held.values():
         stream.close()
+    for handle in _written:
+        os.close(handle)
     _held.clear()
+    _written.clear()
+
+
+def held(path: str) -> Callable[[], None]:
+    """Marks a local file or directory as being written, until the returned function is called or the process ends."""
+    handle, process = os.open(path, os.O_RDONLY | os.O_CLOEXEC), os.getpid()
+    with suppress(OSError):  # a file system without locks
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    _written.add(handle)
+
+    def release() -> None:
+        if os.getpid() == process and handle in _written:
+            _written.remove(handle)
+            with suppress(OSError):
+                fcntl.flock(handle, fcntl.LOCK_UN)
+            os.close(handle)
+
+    return release
+
+
+def is_held(path: str) -> bool:
+    """Whether a process is writing a local file or directory."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno in (errno.EWOULDBLOCK, errno.EACCES)
+    finally:
+        os.close(handle)
+    return False
 
 
 os.register_at_fork(after_in_child=_let_go)

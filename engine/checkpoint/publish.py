@@ -14,14 +14,14 @@ import os
 import re
 import uuid
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from fsspec.implementations.local import LocalFileSystem
 
 from .checked_io import Files, resolve, sync
-from .locks import keep_lock, lock
+from .locks import held, is_held, keep_lock, lock
 from .manifest import (
     MANIFEST,
     CheckpointError,
@@ -85,6 +85,7 @@ def begin(path: str | os.PathLike[str]) -> str:
     keep_lock(_parent(final))
     staging = f"{_parent(final)}/{_STAGING}{_random_name()}"
     os.makedirs(staging)
+    _releases[staging] = held(staging)
     return staging
 
 
@@ -105,7 +106,9 @@ def publish(staging: str, path: str | os.PathLike[str], manifest: Manifest) -> s
     if not files.is_local:
         return None
     sync(staging)
-    return _give_name(staging, resolve(path)[1])
+    note = _give_name(staging, resolve(path)[1])
+    _release(staging)
+    return note
 
 
 @contextmanager
@@ -132,13 +135,25 @@ def writing_file(path: str | os.PathLike[str]) -> Iterator[tuple[Any, list[str]]
     keep_lock(folder)
     try:
         with Files(folder).writing(staging, notes_sum=False) as stream:
+            _releases[staging] = held(f"{folder}/{staging}")
             yield stream, notes
         note = _give_name(f"{folder}/{staging}", final)
     except BaseException:
         if os.path.exists(f"{folder}/{staging}"):
             os.remove(f"{folder}/{staging}")
         raise
+    finally:
+        _release(staging)
     notes += [] if note is None else [note]
+
+
+_releases: dict[str, Callable[[], None]] = {}
+"""Ends the hold on what this process writes, by its temporary name."""
+
+
+def _release(staging: str) -> None:
+    if (release := _releases.pop(staging, None)) is not None:
+        release()
 
 
 def _give_name(staging: str, final: str) -> str | None:
@@ -200,6 +215,7 @@ def update_link(path: str | os.PathLike[str], name: str = "last") -> str | None:
 def discard(staging: str) -> None:
     """Removes the leftovers of a failed save."""
     fs, folder = resolve(staging)
+    _release(folder)
     if fs.exists(folder):
         fs.rm(folder, recursive=True)
 
@@ -312,6 +328,7 @@ def repair(folder: str | os.PathLike[str]) -> list[str]:
         if _LEFT_LINK.fullmatch(entry) and os.path.islink(f"{root}/{entry}"):  # killed before the rename
             os.remove(f"{root}/{entry}")
     leftovers = [f"{root}/{entry}" for entry in sorted(os.listdir(root)) if is_leftover(f"{root}/{entry}")]
+    leftovers = [path for path in leftovers if not is_held(path)]
     # Staged checkpoints first: they are newer than the checkpoints that they replace.
     for path in sorted(leftovers, key=lambda path: os.path.basename(path).startswith(_REPLACED)):
         try:

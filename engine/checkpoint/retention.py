@@ -8,7 +8,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from ..flags import check_count
 from .checked_io import resolve
-from .locks import lock
+from .locks import is_held, lock
 from .manifest import (
     MANIFEST,
     CheckpointError,
@@ -186,6 +186,9 @@ def _prune_unfinished(folder: str | os.PathLike[str], dry_run: bool) -> tuple[li
         return [], [], [f"{path} is unfinished: if no run saves there, remove it yourself" for path in unfinished]
     final_paths, notes = {}, []
     for path in unfinished:
+        if is_held(path):
+            notes.append(f"{path} is being saved, and left alone")
+            continue
         try:
             final_paths[path] = final_path_of(path)
         except NewerFormatError as newer:

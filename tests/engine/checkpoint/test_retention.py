@@ -1,5 +1,7 @@
 """What is in a folder of checkpoints, and what `prune` leaves of it."""
 
+import contextlib
+import functools
 import os
 import shutil
 from pathlib import Path
@@ -8,9 +10,11 @@ import fsspec
 import pytest
 
 from polyphase.engine.checkpoint import find
-from polyphase.engine.checkpoint.publish import MANIFEST, update_link
+from polyphase.engine.checkpoint.publish import MANIFEST, begin, discard, repair, update_link, writing_file
 from polyphase.engine.checkpoint.retention import list_entries, prune
+from polyphase.engine.checkpoint.single_file import HEAD
 
+from ...distributed import in_a_fork
 from .sample_checkpoints import is_whole, saved
 
 
@@ -72,6 +76,26 @@ def test_what_is_unfinished_goes_and_what_is_not_ours_stays(tmp_path):
     assert [os.path.basename(path) for path in pruned.removed] == ["step=2", "step=1", ".saving-1", "rm"]
     assert sorted(os.listdir(tmp_path)) == [".lock", "bad", "last", "other", "run.yaml", "step=3"]
     assert [note.split()[0] for note in pruned.notes] == [str(tmp_path / "bad"), str(tmp_path / "other")]
+
+
+@pytest.mark.parametrize("form", ["directory", "file"])
+def test_what_a_run_without_snapshots_is_saving_stays(tmp_path, form):
+    saved(tmp_path, 1)
+    with contextlib.ExitStack() as stack:
+        if form == "directory":
+            staging = begin(tmp_path / "step=2")
+            stack.callback(discard, staging)
+        else:
+            stream, _ = stack.enter_context(writing_file(tmp_path / "step=2.ckpt"))
+            stream.write(HEAD)
+            stream.flush()
+        (unfinished,) = tmp_path.glob(".saving-*")
+        pruned = in_a_fork(functools.partial(prune, tmp_path, keep_last=1), timeout_s=60)
+        assert pruned.removed == []
+        assert f"{unfinished} is being saved, and left alone" in pruned.notes
+        assert in_a_fork(repair, tmp_path, timeout_s=60) == []
+        assert unfinished.exists()
+    assert not unfinished.exists()
 
 
 def test_a_dry_run_changes_nothing(tmp_path):
