@@ -169,9 +169,7 @@ class _CSV(_Versions):
             files.rm_file(path)
             logger.experiment.metrics_keys = []
             return
-        with files.open(f"{path}.part", "wb") as stream:
-            stream.writelines(lines[:position])
-        files.mv(f"{path}.part", path)
+        replace_file(path, b"".join(lines[:position]))
 
     def _lines(self, logger: Any) -> list[bytes]:
         """The header and the rows of the file, which Lightning rewrites when a column is added."""
