@@ -47,7 +47,7 @@ from .tracebacks import shown
 from .uncaught import Failure, on_uncaught
 from .wakeup import Wakeup
 
-__all__ = ["DONE", "print_rank", "report_failure"]
+__all__ = ["DONE", "TOLD", "print_rank", "report_failure"]
 
 DONE = f"{FIRST_FAILURE}/done"
 """Counter of the ranks that know of the failure, an exception, and make no further call of the store. It only shortens
@@ -62,7 +62,8 @@ _COLLECT_S = 1.0
 _HOST_S = 3.0
 """The longest time that this rank waits until the others no longer need the store, which its process may host."""
 _POLL_S = 0.05
-_TOLD = f"{FIRST_FAILURE}/told"
+TOLD = f"{FIRST_FAILURE}/told"
+"""Key that the rank which failed first writes when it has printed what happened: no other rank needs to print it."""
 _NUMBER = f"{FIRST_FAILURE}/number"
 """Counter of the ranks that have published their tracebacks."""
 _LOST = re.compile("onnection (closed|reset|was|refused)|[Bb]roken pipe|[Tt]im(ed|e) ?out|[Rr]emote process|aborted")
@@ -198,7 +199,7 @@ def _tell(
         ends = "failed and ends the run" if me == culprit else f"ends the run because of rank {culprit}"
         print_rank(me, f"{ends}{consequences}{differences}{where}{text}")
     with contextlib.suppress(RuntimeError):  # the store's host is gone
-        job.write(_TOLD, {"by": me})
+        job.write(TOLD, {"by": me})
         if me == 0:
             _await(job, DONE, world_size - 1, _HOST_S)
 
@@ -255,7 +256,7 @@ def _stop_because_of(
 def _has_told(job: JobStore) -> bool:
     """Waits until the rank that failed first has printed what happened; returns whether it has, in time."""
     deadline = time.monotonic() + _TELLING_S
-    while job.read(_TOLD, {"by": int}) is None:
+    while job.read(TOLD, {"by": int}) is None:
         if time.monotonic() > deadline:
             return False
         time.sleep(_POLL_S)

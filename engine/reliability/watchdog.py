@@ -28,7 +28,7 @@ from ..distributed.job_store import FIRST_FAILURE
 from ..distributed.store_calls import PATIENCE_S, StoreLostError, end_threads
 from ..launch.detection import launcher_name
 from ..strategies import adapt
-from .failure import DONE, print_rank
+from .failure import DONE, TOLD, print_rank
 from .hard_exit import hard_exit, started_ranks
 from .heartbeat import Heartbeat
 from .lost_hosts import DIED, HOST_LOST, because, lost_ranks, store_lost
@@ -49,8 +49,11 @@ _MOST_BEATS_PER_S = 640.0
 """The limit of beats of all ranks together until all are connected; then each rank has one beat per `_PERIOD_S`."""
 _STORE_LOST_S = 3.0
 """The time that a rank waits in a collective after the store is lost: the collective's own error is more precise."""
-_VERDICT_S = 8.0
-"""The time that a rank waits for the verdict, or for its own exception after another rank's."""
+_VERDICT_S, _TOLD_S = 8.0, 4.0
+"""The times that a rank waits for the verdict, or for its own exception after another rank's; the shorter one if that
+rank has printed what happened: then Lightning's launcher soon kills the process of the first rank."""
+_TELLING_S = 2.5
+"""The time in which the rank that has failed first prints what happened. It then waits somewhat longer for this one."""
 _SILENCE_S = (10.0, PATIENCE_S)
 """The least and the longest time without a heartbeat after which a rank of another machine counts as lost."""
 _LIVE_SILENCE_S = 60.0
@@ -112,7 +115,7 @@ class Watchdog:
         self._failed_at: float | None = None
         self._lost_at: float | None = None
         self._loss: RuntimeError | None = None
-        self._has_warned = self._has_mentioned = self._is_ending = self._has_failed = False
+        self._has_warned = self._has_mentioned = self._is_ending = self._has_failed = self._is_told = False
         self.first_failure: dict[str, Any] | None = None
         """The recorded exception of another rank, once this rank has read it; None before."""
         self.is_done_with_store = False
@@ -265,9 +268,13 @@ class Watchdog:
         if self.first_failure is not None:
             # Only in the check after the one that read the failure: until then this rank may publish its own exception.
             if not self.is_done_with_store:
-                self.is_done_with_store = True
                 with suppress(RuntimeError):  # the store's process has ended
+                    self._is_told = self.peers.job.has(TOLD)
+                    if not self._is_told and self._clock - (self._failed_at or 0.0) < _TELLING_S:
+                        return
+                    self.is_done_with_store = True
                     self.peers.job.count(DONE, 1)
+                self.is_done_with_store = True
             self._await_own_exception(self.first_failure)
             return
         self.peers.beat(report)
@@ -372,8 +379,9 @@ class Watchdog:
 
     def _await_own_exception(self, first: dict[str, Any]) -> None:
         """Ends this process if its thread has not raised an exception in time."""
-        if self._clock - (self._failed_at or 0.0) >= _VERDICT_S:
-            print_rank(self.heartbeat.rank, f"stops because {because(first, self.heartbeat.rank)}")
+        if self._clock - (self._failed_at or 0.0) >= (_TOLD_S if self._is_told else _VERDICT_S):
+            if not self._is_told:
+                print_rank(self.heartbeat.rank, f"stops because {because(first, self.heartbeat.rank)}")
             hard_exit()
 
     def _end(self, kind: str, message: str, culprits: list[int]) -> None:
