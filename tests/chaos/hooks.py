@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -64,7 +65,7 @@ HOOKS = (
 )
 """The hooks of a module, in about the order in which they are called, and what is around `fit`."""
 MESSAGE = "this rank has had enough"
-LIMIT_S = 90.0
+LIMIT_S = 180.0
 
 
 class Ending(NamedTuple):
@@ -87,13 +88,14 @@ def ending(hook: str, launcher: str, strategy: str = "ddp", *, folder: Path) -> 
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT)}
     meeting = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = [{**meeting, "RANK": rank, "LOCAL_RANK": rank} for rank in "01"] if launcher == "hand" else [{}]
-    with (folder / "log.txt").open("w") as log:
+    with ExitStack() as stack, (folder / "log.txt").open("w") as log:
         started = [
             subprocess.Popen(
                 words, cwd=folder, env={**environment, **more}, stdout=log, stderr=log, start_new_session=True
             )
             for more in ranks
         ]
+        stack.callback(_end_all, started)
         deadline, codes = time.monotonic() + LIMIT_S, []
         for process in started:
             try:
@@ -103,15 +105,18 @@ def ending(hook: str, launcher: str, strategy: str = "ddp", *, folder: Path) -> 
         ended = time.time()
         pids = [int(path.name.removesuffix(".pid")) for path in folder.glob("*.pid")]
         left = [pid for pid in pids if _is_there(pid)]
-        for process in started:
-            warm.kill_rest(process.pid)
-            process.kill()
-            process.wait()
     output = (folder / "log.txt").read_text()
     raised = folder / "raised"
     seconds = ended - float(raised.read_text()) if raised.exists() else float("nan")
     num_messages = sum(line.endswith(f"RuntimeError: {MESSAGE}") for line in output.splitlines())
     return Ending(codes, seconds, num_messages, len(left), output)
+
+
+def _end_all(started: list[subprocess.Popen]) -> None:
+    for process in started:
+        warm.kill_rest(process.pid)
+        process.kill()
+        process.wait()
 
 
 def _is_there(pid: int, patience_s: float = 1.0) -> bool:
@@ -126,10 +131,8 @@ def _is_there(pid: int, patience_s: float = 1.0) -> bool:
 def _job(hook: str, strategy: str) -> None:
     import torch
 
-    from polyphase.engine.reliability import watchdog
     from tests.engine.tiny import QUIET, Engine, Regression, rows
 
-    watchdog._CONNECTING_S = 5.0  # of tests alone, so that they need not wait for longer
     rank = os.environ.get("RANK") or os.environ.get("LOCAL_RANK", "0")
     raises = rank == ("0" if hook in CALLED_ON_RANK_0 else "1")
     Path(f"{os.getpid()}.pid").touch()
@@ -162,7 +165,7 @@ def _job(hook: str, strategy: str) -> None:
 
         setattr(Fails, hook, failing)
     flags = {**QUIET, "enable_checkpointing": True, "num_sanity_val_steps": 0, "max_epochs": 1}
-    engine = Engine(**flags, strategy=strategy, devices=2, hang_timeout_s=10, default_root_dir=".")
+    engine = Engine(**flags, strategy=strategy, devices=2, hang_timeout_s=60, default_root_dir=".")
     fail(BEFORE)
     engine.fit(Fails())
     fail(AFTER)

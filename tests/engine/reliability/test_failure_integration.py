@@ -183,6 +183,7 @@ REST = [(hook, launcher) for hook in HOOKS for launcher in ("plain", "hand") if 
 @pytest.mark.parametrize(
     ("hook", "launcher"), [*CHECKED, *(pytest.param(*each, marks=pytest.mark.nightly) for each in REST)]
 )
+@pytest.mark.timeout(300)
 def test_an_exception_in_any_hook_ends_all_ranks(hook, launcher, tmp_path):
     found = ending(hook, launcher, folder=tmp_path)
     print(found)
