@@ -25,11 +25,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
+from torch.optim import Optimizer
 
 # torch: this starts its random numbers for DTensors; without it, torch gives all ranks the state of the first one.
 from ..._compat.torch import manual_seed
@@ -52,6 +54,7 @@ from .styles import (
     ParallelRegion,
     cause_of,
     is_raised_by_dtensor,
+    may_be_dtensors,
     refuse_second_backward,
     replicate,
     to_plain,
@@ -308,17 +311,24 @@ def _implicit_replication(by_sequence: bool, optimizer: str = "") -> Generator[N
         except Exception as error:
             if (line := _where_dtensor_failed(error)) is None:
                 raise
-            if optimizer:
+            if optimizer and _is_in_optimizer(error):
                 raise RuntimeError(
                     f"the step of {optimizer} can't be done with parameters that are split over the tensor-parallel"
                     f" ranks: {line}. Take an optimizer that computes element by element and with norms, such as"
                     " AdamW, Adafactor, LARS or LAMB, or choose another strategy, such as 'ddp'."
                 ) from error
             raise RuntimeError(
-                f"{line}: this can't be done with what a layer that is split over the tensor-parallel ranks has"
-                f" returned. {_SEQUENCE_HINT if by_sequence else ''}Name other layers in tensor_parallel_plan(), or"
-                " choose another strategy, such as 'fsdp'."
+                f"{line}: this can't be done with what is split over the tensor-parallel ranks: parameters, gradients,"
+                f" and what such a layer has returned. {_SEQUENCE_HINT if by_sequence else ''}Name other layers in"
+                " tensor_parallel_plan(), or choose another strategy, such as 'fsdp'."
             ) from error
+
+
+def _is_in_optimizer(error: Exception) -> bool:
+    """Whether an optimizer's own code failed, rather than its closure, which runs the step and its hooks."""
+    owners = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    owners = [owner for owner in owners if isinstance(owner, (Optimizer, nn.Module, Callback, Closure))]
+    return bool(owners) and isinstance(owners[-1], Optimizer)
 
 
 def _where_dtensor_failed(error: Exception) -> str | None:
@@ -328,7 +338,7 @@ def _where_dtensor_failed(error: Exception) -> str | None:
     of_user = [(frame, frame_line) for (frame, _), frame_line in zip(frames, places, strict=True) if is_users(frame)]
     # An operation on the local tensors, such as a view of non-contiguous ones, fails without a frame of DTensor's.
     has_dtensors = any(isinstance(value, DTensor) for frame, _ in of_user[-1:] for value in frame.f_locals.values())
-    may_be_local = type(error) is RuntimeError and error.__cause__ is None and has_dtensors
+    may_be_local = type(error) is RuntimeError and error.__cause__ is None and has_dtensors and may_be_dtensors(error)
     if not (is_raised_by_dtensor(error) or may_be_local) or isinstance(error, torch.OutOfMemoryError):
         return None
     modules = [frame.f_locals.get("self") for frame, _ in of_user]

@@ -4,6 +4,7 @@ Inside a region, DTensors flow through the user's code: `view`, `reshape` and th
 written for, and the result is that of one process; torch inserts the collectives.
 """
 
+import dis
 import functools
 import traceback
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from ..._compat.torch import (
     tree_map_only,
 )
 from ..contents import Contents, in_tuples
+from ..pipeline.remote_values import is_users
 
 __all__ = [
     "FusedColwise",
@@ -32,6 +34,7 @@ __all__ = [
     "cause_of",
     "dtensor_parameter",
     "is_raised_by_dtensor",
+    "may_be_dtensors",
     "plain_output",
     "refuse_second_backward",
     "replicate",
@@ -152,8 +155,7 @@ class ParallelRegion(ParallelStyle):
             return forward(*args, **kwargs)
         except Exception as error:
             # torch: operations that DTensor can't do may end in a failed assertion in DTensor.
-            may_be_dtensors = is_raised_by_dtensor(error) or isinstance(error, RuntimeError)
-            if not may_be_dtensors or isinstance(error, (torch.OutOfMemoryError, MisfitError)):
+            if not may_be_dtensors(error) or isinstance(error, (torch.OutOfMemoryError, MisfitError)):
                 raise
             raise MisfitError(module, error) from error
 
@@ -223,10 +225,25 @@ def cause_of(error: BaseException | None) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
+def may_be_dtensors(error: Exception) -> bool:
+    """Whether `error` may come from an operation of DTensor's, which may fail in any way, or on the local tensors."""
+    return is_raised_by_dtensor(error) or (isinstance(error, RuntimeError) and not _is_raised_by_user(error))
+
+
 def is_raised_by_dtensor(error: Exception) -> bool:
     """Whether it was torch's DTensor that raised `error`."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return bool(frames) and frames[-1].f_globals.get("__name__", "").startswith("torch.distributed.tensor.")
+
+
+def _is_raised_by_user(error: Exception) -> bool:
+    """Whether a ``raise`` in the user's code raised `error`: an operation of torch's has no frame of its own."""
+    end = error.__traceback__
+    while end is not None and end.tb_next is not None:
+        end = end.tb_next
+    if end is None or not is_users(end.tb_frame):
+        return False
+    return end.tb_frame.f_code.co_code[end.tb_lasti] == dis.opmap["RAISE_VARARGS"]
 
 
 def replicate(module: nn.Module, mesh: DeviceMesh) -> None:

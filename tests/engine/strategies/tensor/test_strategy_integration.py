@@ -390,3 +390,41 @@ def test_a_checkpoint_of_fused_projections_goes_on_elsewhere_and_back(flag, devi
     run("single", 1, 1, 1)
     back = run(flag, devices, devices // 2, 2, ckpt_path=tmp_path / "single-1")
     assert largest_difference(back, uninterrupted) <= TOLERANCE
+
+
+class OwnError(Net):
+    """Fails by its own hand, with parameters of layers that are split at hand."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self.place = place
+
+    def fail_in(self, place: str, weight: Tensor) -> None:
+        if place == self.place == "operation":
+            weight.unfold(0, 2, 2).softmax(-1)
+        elif place == self.place:
+            raise RuntimeError("the user's own words")
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.fail_in("step", self.blocks[0][0].q_proj.weight)
+        return loss
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.fail_in("hook", self.blocks[0][0].q_proj.weight.grad)
+        self.fail_in("operation", self.blocks[0][0].q_proj.weight.grad)
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ("step", r"^(?s:.*)RuntimeError: the user's own words\s*$"),
+        ("hook", r"^(?s:.*)RuntimeError: the user's own words\s*$"),
+        ("operation", r"in fail_in: (?s:.*)this can't be done with what is split over the tensor-parallel ranks"),
+    ],
+)
+def test_an_error_in_the_users_code_is_not_the_optimizers(place, message):
+    engine = Engine(**FLAGS, strategy="tp_fork", devices=2, max_epochs=1, limit_train_batches=1)
+    with pytest.raises(ProcessRaisedException, match=message) as caught:
+        engine.fit(OwnError(place), loader("gpt, tied", 1))
+    assert "the step of AdamW" not in str(caught.value)
