@@ -15,11 +15,13 @@ def in_buckets(tensors: Iterable[Tensor], largest_mb: float) -> Iterator[list[Te
         by_dtype.setdefault(tensor.dtype, []).append(tensor)
     for of_dtype in by_dtype.values():
         bucket: list[Tensor] = []
+        num_bytes = 0
         for tensor in of_dtype:
-            if bucket and sum(packed.nbytes for packed in bucket) + tensor.nbytes > largest_mb * 2**20:
+            if bucket and num_bytes + tensor.nbytes > largest_mb * 2**20:
                 yield bucket
-                bucket = []
+                bucket, num_bytes = [], 0
             bucket.append(tensor)
+            num_bytes += tensor.nbytes
         yield bucket
 
 

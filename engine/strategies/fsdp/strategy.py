@@ -277,9 +277,12 @@ class FSDP(UnitSteps):
             units |= set(untied(model, called_parts(model)))
         if self._shards:
             check_dense_gradients(model, repr(self))
-            # By name, since parameters on the meta device will be replaced by other objects.
-            self._names_of_whole = list(kept_whole(model, units))
-            check_tensor_parallel(self._names_of_whole, self.layout.tp, repr(self))
+            names = list(kept_whole(model, units))
+            check_tensor_parallel(names, self.layout.tp, repr(self))
+            # By module and name, since parameters on the meta device will be replaced by other objects.
+            self._whole.clear()
+            for path, _, name in (name.rpartition(".") for name in names):
+                self._whole.setdefault(id(model.get_submodule(path)), []).append(name)
 
         replacements = Replacements(model, repr(self))
 
@@ -328,7 +331,9 @@ class FSDP(UnitSteps):
             reshard_after_forward=self.options.reshard_after_forward and not is_kept,
             shard_placement_fn=self._placement,
             offload_policy=CPUOffloadPolicy() if self._offloads else OffloadPolicy(),
-            ignored_params={self.model.get_parameter(name) for name in self._names_of_whole},
+            ignored_params={
+                part._parameters[name] for part in submodule.modules() for name in self._whole.get(id(part), ())
+            },
         )
         hand_over_arguments(submodule, is_freed=submodule is not self.model)
 

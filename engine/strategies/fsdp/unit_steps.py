@@ -35,7 +35,7 @@ class UnitSteps(MeshStrategy):
         self._by_hand: ByHand | None = None
         self._order: UnitOrder | None = None
         self._synchronises = True
-        self._names_of_whole: list[str] = []
+        self._whole: dict[int, list[str]] = {}
 
     def _wrap_steps(self, model: nn.Module, hooks_before: set[int]) -> None:
         """Wraps the steps of a module that was just sharded.

@@ -149,9 +149,7 @@ def _balanced(
     best: list[dict[int, tuple[int, int]]] = [{0: (0, 0)}]
     for stage in range(1, num_stages + 1):
         ends = range(stage, len(units) - num_stages + stage + 1)
-        best.append(
-            {end: min((best[-1][b][0] + (total[end] - total[b]) ** 2, b) for b in best[-1] if b < end) for end in ends}
-        )
+        best.append(_extended(best[-1], total, ends))
     stages: list[tuple[nn.Module, ...]] = []
     end = len(units)
     for row in reversed(best[1:]):
@@ -159,6 +157,22 @@ def _balanced(
         stages.insert(0, tuple(units[begin:end]))
         end = begin
     return tuple(stages)
+
+
+def _extended(before: dict[int, tuple[int, int]], total: list[int], ends: range) -> dict[int, tuple[int, int]]:
+    """Returns the row of `best` after `before`: where its last stage begins, and the cost, for each of its ends."""
+    row: dict[int, tuple[int, int]] = {}
+    # A later end never has an earlier begin, because the squares are convex: so ends and begins are halved.
+    waiting = [(ends.start, ends.stop, min(before), max(before))]
+    while waiting:
+        low, high, first, last = waiting.pop()
+        if low < high:
+            end = (low + high) // 2
+            begins = range(first, min(last + 1, end))
+            row[end] = min((before[begin][0] + (total[end] - total[begin]) ** 2, begin) for begin in begins)
+            begin = row[end][1]
+            waiting += [(low, end, first, begin), (end + 1, high, begin, last)]
+    return row
 
 
 def _outside(module: nn.Module, units: Sequence[nn.Module]) -> tuple[int, int]:

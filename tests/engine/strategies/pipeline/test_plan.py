@@ -1,5 +1,9 @@
 """Where a module is cut: balanced runs of blocks, everything else beside the blocks it was registered with."""
 
+import random
+from collections.abc import Sequence
+from itertools import accumulate, combinations, pairwise
+
 import pytest
 import torch
 from torch import nn
@@ -43,6 +47,20 @@ def test_blocks_are_dealt_by_their_parameters():
     net = Net(sizes=(40, 4, 4, 4, 4))
     plan = plan_stages(net, 2)
     assert names(net, plan) == [["body.blocks.0"], [f"body.blocks.{i}" for i in range(1, 5)]]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_other_cut_has_a_smaller_sum_of_squares(seed):
+    def cost(lengths: Sequence[int]) -> int:
+        ends = [0, *accumulate(lengths)]
+        return sum(sum(counts[begin:end]) ** 2 for begin, end in pairwise(ends))
+
+    sizes = random.Random(seed).choices([1, 2, 3, 8, 30], k=9)
+    module, counts = nn.Sequential(*(nn.Linear(size, 1, bias=False) for size in sizes)), [1 + size for size in sizes]
+    for num_stages in range(1, 6):
+        cuts = ([0, *cut, 9] for cut in combinations(range(1, 9), num_stages - 1))
+        least = min(cost([end - begin for begin, end in pairwise(cut)]) for cut in cuts)
+        assert cost(list(map(len, plan_stages(module, num_stages).stages))) == least
 
 
 def test_of_two_lists_that_are_as_long_the_trained_one_is_cut():
