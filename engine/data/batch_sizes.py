@@ -91,6 +91,7 @@ class BatchSizes:
         """Looks up how the batches of the training loader are counted, which stays the same for an epoch."""
         loader = self.loader
         self._counted, self._counts = self._trainer.fit_loop._combined_loader, self._way_to_count(loader)
+        self._num_ranks = self._trainer.data_size
         self._uneven = loader if isinstance(loader, UnevenTrainLoader) else None
 
     def _way_to_count(self, loader: DataLoader | None) -> Callable[[int], Samples]:
@@ -136,7 +137,7 @@ class BatchSizes:
             self._look_up()
         if self._uneven is not None:
             return self._uneven.is_through(batch_idx)
-        return self.samples(batch_idx).local == 0 and self._trainer.data_size > 1
+        return self.samples(batch_idx).local == 0 and self._num_ranks > 1
 
     def some_are_fillers(self, batch_idx: int) -> bool:
         """Whether some rank has no sample of a training batch; all ranks have the same answer."""
@@ -144,7 +145,7 @@ class BatchSizes:
             self._look_up()
         if self._uneven is not None:
             return self._uneven.leaves_out_ranks(batch_idx)
-        return self.samples(batch_idx).total < self._trainer.data_size
+        return self.samples(batch_idx).total < self._num_ranks
 
     @property
     def current(self) -> int | None:

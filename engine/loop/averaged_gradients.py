@@ -16,8 +16,9 @@ rank alone: the replicas would diverge. So what an optimizer is about to use is 
 import functools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
-from operator import is_
+from collections.abc import Iterable
+from itertools import chain
+from operator import attrgetter, is_, itemgetter
 from typing import Any
 
 import torch
@@ -31,6 +32,9 @@ from ..strategies import adapt
 from ..strategies.before_use import call_before_use
 
 __all__ = ["AveragedGradients"]
+
+_PARAMETERS, _GRADIENT, _REFERRED = itemgetter("params"), attrgetter("grad"), weakref.ref.__call__
+"""Each step looks at each gradient: without a call of Python's for any of them."""
 
 _NUM_COMPARISONS = 3
 """The comparisons of a parameter whose gradient is a new tensor in each step: a collective in each step would be slow,
@@ -52,12 +56,14 @@ class AveragedGradients:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._strategy = adapt(trainer.strategy)
-        self._of_last_step: dict[Optimizer, list[Callable[[], Tensor | None]]] = {}
+        self._of_last_step: dict[Optimizer, list[weakref.ref[Tensor]]] = {}
         """The gradients in the last step of each of the trainer's optimizers."""
-        self._compared: dict[Tensor, Callable[[], Tensor | None]] = {}
+        self._compared: dict[Tensor, weakref.ref[Tensor]] = {}
         """The gradient of a parameter that was last found equal on all ranks: a weak reference, since it is large."""
         self._num_comparisons: Counter[Tensor] = Counter()
         self._num_steps = 0
+        self.compares_weights = True
+        """Whether `end_step` has something to do."""
         # A hook on all optimizers: the user's code may step one that the trainer does not know. Hooks on all of them
         # run before an optimizer's own, by which `zero1` hides gradients.
         self._handle = register_optimizer_step_pre_hook(functools.partial(call_before_use, self.check))
@@ -76,9 +82,9 @@ class AveragedGradients:
         """
         if not self._strategy.averages_gradients:  # each rank trains alone, as in `local_sgd` after its warm-up
             return
-        gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
+        gradients = list(map(_GRADIENT, chain.from_iterable(map(_PARAMETERS, optimizer.param_groups))))
         references = self._of_last_step.get(optimizer, ())
-        if len(references) == len(gradients) and all(map(is_, gradients, [of_last() for of_last in references])):
+        if len(references) == len(gradients) and all(map(is_, gradients, map(_REFERRED, references))):
             return
         is_trainers = any(optimizer is own for own in self._trainer.optimizers)
         self._check_new(optimizer, is_trainers)
@@ -112,9 +118,10 @@ class AveragedGradients:
         Raises:
             RuntimeError: they differ between ranks.
         """
-        if self._num_steps == _NUM_STEPS or not self._strategy.averages_gradients:
+        if not self._strategy.averages_gradients:
             return
         self._num_steps += 1
+        self.compares_weights = self._num_steps < _NUM_STEPS
         weights = dict(self._trainer.lightning_module.named_parameters())
         different = _different({n: p for n, p in weights.items() if p.is_floating_point() and p.itemsize > 1})
         if different:
@@ -145,7 +152,7 @@ _NOTHING: Any = weakref.ref(set())
 """Refers to an object that no longer exists: it returns None."""
 
 
-def _reference(gradient: Tensor | None) -> Callable[[], Tensor | None]:
+def _reference(gradient: Tensor | None) -> "weakref.ref[Tensor]":
     return _NOTHING if gradient is None else weakref.ref(gradient)
 
 

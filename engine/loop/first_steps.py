@@ -84,7 +84,9 @@ class FirstSteps:
     def _reset(self) -> None:
         self._copy: LightningModule | None = None
         self._sample: SampledBlock | None = None
-        self._repeats = self._is_due = False
+        self._repeats = False
+        self.is_due = False
+        """Whether the present step is to be checked, or one of the next ones."""
         self._step: Step | None = None
         self._steps: list[Step] = []
         self._weights_before: dict[str, Tensor] | None = None
@@ -109,7 +111,7 @@ class FirstSteps:
                 except Exception as error:
                     problem = f"{type(module).__name__} can't be copied ({type(error).__name__}: {error})"
             reason = WORLD.broadcast_object(problem)
-        self._is_due, self._repeats = reason is None, reason is None and size is None
+        self.is_due, self._repeats = reason is None, reason is None and size is None
         if reason is not None:
             self._report_skipped(reason)
         self.duration_s = perf_counter() - start_s
@@ -170,7 +172,7 @@ class FirstSteps:
     @contextmanager
     def checking(self) -> Iterator[None]:
         """Context manager around an epoch of training, entered when everything is restored."""
-        if not self._is_due:
+        if not self.is_due:
             yield
             return
         try:
@@ -185,7 +187,7 @@ class FirstSteps:
         strategy = trainer.strategy
         is_torchs = all(isinstance(optimizer, torch.optim.Optimizer) for optimizer in strategy.optimizers)
         if trainer.global_step or not is_torchs:
-            self._is_due = False
+            self.is_due = False
             self._report_skipped("the run is resumed" if is_torchs else "its optimizers are not torch's")
             return
         self._reports_batches = self._repeats and trainer.global_rank % strategy.layout.tp == 0
@@ -278,7 +280,7 @@ class FirstSteps:
 
     def end_step(self) -> None:
         """Ends a step; after the last one that is checked, compares them."""
-        if self._is_due and self._step is not None:
+        if self._step is not None:
             self._step = None
             if self._sample is not None:
                 self._sample.end()
@@ -311,7 +313,7 @@ class FirstSteps:
 
     def _compare(self) -> None:
         """Phase 4, for the steps that were recorded: an epoch may have fewer steps than are planned."""
-        if not self._is_due or not self._steps:
+        if not self.is_due or not self._steps:
             return
         start_s, trainer = perf_counter(), self._trainer
         if any(step.scale != 1 and not step.calls for step in self._steps):

@@ -86,13 +86,14 @@ class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpoc
         """
         # Lightning: _AutomaticOptimization.run and what it calls; from `optimizer_step` on see `Shortcuts`.
         trainer: Any = self.trainer
-        closure = _MicroBatch(self, hooks, shortcuts, batch_idx, arguments, ends_window)
+        optimizer = hooks.strategy.optimizers[0]
+        closure = _MicroBatch(self, hooks, shortcuts, optimizer, batch_idx, arguments, ends_window)
         if ends_window:
             steps = self.optim_progress.optimizer.step
             num_steps = steps.total.completed
             steps.total.ready += 1
             steps.current.ready += 1
-            shortcuts.optimizer_step(batch_idx, closure)
+            shortcuts.optimizer_step(batch_idx, optimizer, closure)
             steps.total.completed += 1
             steps.current.completed += 1
             self._observe_norm(hooks.precision, num_steps)
@@ -263,6 +264,7 @@ class _MicroBatch(Closure):  # Lightning: it raises an error if the optimizer ha
         optimization: AutomaticOptimization,
         hooks: Hooks,
         shortcuts: Shortcuts,
+        optimizer: Optimizer,
         batch_idx: int,
         arguments: tuple[Any, ...],
         ends_window: bool,
@@ -271,6 +273,7 @@ class _MicroBatch(Closure):  # Lightning: it raises an error if the optimizer ha
         self._optimization = optimization
         self._hooks = hooks
         self._shortcuts = shortcuts
+        self._optimizer = optimizer
         self._batch_idx = batch_idx
         self._arguments = arguments
         self._ends_window = ends_window
@@ -285,7 +288,7 @@ class _MicroBatch(Closure):  # Lightning: it raises an error if the optimizer ha
                 self._result = self.closure()
         if self._ends_window and self._shortcuts.calls_after_closure:
             hooks = self._hooks
-            hooks.precision._after_closure(hooks.module, hooks.strategy._lightning_optimizers[0].optimizer)
+            hooks.precision._after_closure(hooks.module, self._optimizer)
         return self._result.loss
 
     def closure(self) -> ClosureResult:
@@ -315,7 +318,7 @@ class _MicroBatch(Closure):  # Lightning: it raises an error if the optimizer ha
         if self.ran_out_of_memory:
             out_of_memory.recover(failure, self._step_on_smallest_batch, self._ends_window)
             if self._ends_window:
-                self._optimization.loss_weighting.correct(self._optimization.trainer.strategy.optimizers[0])
+                self._optimization.loss_weighting.correct(self._optimizer)
         if self._ends_window:
             out_of_memory.raise_if_any_failed()
         return result
@@ -342,14 +345,15 @@ class _MicroBatch(Closure):  # Lightning: it raises an error if the optimizer ha
         # Lightning: Closure.closure
         optimization, hooks, shortcuts = self._optimization, self._hooks, self._shortcuts
         trainer: Any = hooks.trainer
-        optimizer = hooks.strategy.optimizers[0]
+        optimizer = self._optimizer
         if optimization.runs_own_schedule and not optimization._skip_backward:
             if self._batch_idx % trainer.accumulate_grad_batches == 0:
                 self._zero_grad(trainer, optimizer)
             arguments = hooks.in_hook, self._arguments, optimizer, self._batch_idx, self._ends_window
             return optimization.run_schedule(*arguments)
         # Lightning: _AutomaticOptimization._training_step
-        output = hooks.in_hook("training_step", shortcuts.training_step, *self._arguments)
+        owner = hooks.module if shortcuts.skips_forward else hooks.strategy  # Lightning: Strategy.training_step
+        output = hooks.in_hook("training_step", owner.training_step, *self._arguments)
         result = optimization.weighted_result(output, self._batch_idx)
         if result.closure_loss is None:
             Closure.warning_cache.warn(

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from lightning.pytorch.core.optimizer import do_nothing_closure
 from torch import Tensor
 
+from .. import strategies
 from ..precision import plugins
 from ..strategies import adapt
 from .bare_optimizer import BareStep, zero_grad
@@ -23,20 +24,24 @@ from .hooks import Hooks
 __all__ = ["Shortcuts"]
 
 _STRATEGY = "lightning.pytorch.strategies.strategy"
-_DDP_STRATEGY = "lightning.pytorch.strategies.ddp"
-"""Its hooks around backward are for manual optimization only, which does not run in the flat loop."""
+_DDP_STRATEGIES = ("lightning.pytorch.strategies.ddp", f"{strategies.__name__}.ddp")
+"""What they do before backward is for manual optimization only, which does not run in the flat loop."""
 _MODULE = "lightning.pytorch.core.module"
 _OPTIMIZER = "lightning.pytorch.core.optimizer"
 _PRECISION = "lightning.pytorch.plugins.precision.precision"
 _FABRIC_PRECISION = "lightning.fabric.plugins.precision.precision"
 _ENGINE_PRECISION = plugins.__name__
 
-_OF_MODULE = attrgetter("training_step", "optimizer_step", "optimizer_zero_grad")
-_OF_STRATEGY = attrgetter("model", "training_step", "backward", "pre_backward", "post_backward", "optimizer_step")
-_OF_PRECISION = attrgetter(
-    "train_step_context", "forward_context", "pre_backward", "backward", "post_backward", "optimizer_step",
-    "_wrap_closure",
-)  # fmt: skip
+_CALLED = {
+    "module": ("training_step", "optimizer_step", "optimizer_zero_grad"),
+    "strategy": ("model", "training_step", "backward", "pre_backward", "post_backward", "optimizer_step"),
+    "precision": (
+        "train_step_context", "forward_context", "pre_backward", "backward", "post_backward", "optimizer_step",
+        "_wrap_closure",
+    ),
+}  # fmt: skip
+# Each in one call of Python's, since they are looked up at each batch.
+_OF_HOOKS = attrgetter(*(f"{owner}.{name}" for owner, names in _CALLED.items() for name in names))
 _OF_OPTIMIZER = attrgetter("step", "_on_before_step", "_on_after_step")
 
 
@@ -56,23 +61,25 @@ class Shortcuts:
 
     def __init__(self, hooks: Hooks) -> None:
         self._hooks = hooks
-        self._calls = self._look_up()
+        self._of_hooks = _OF_HOOKS(hooks)
+        self._of_optimizer = _OF_OPTIMIZER(hooks.strategy._lightning_optimizers[0])
         module, strategy, precision = hooks.module, hooks.strategy, hooks.precision
         wrapped = strategy._lightning_optimizers[0]
-        self._skips_forward = (
+        self.skips_forward = (
             strategy.model is module
             and _is_from(strategy, "training_step", _STRATEGY)
             and _is_from(precision, "train_step_context", _ENGINE_PRECISION)
             and _is_from(precision, "forward_context", _FABRIC_PRECISION)
         )
+        """Whether the strategy's `training_step` only calls the module's."""
         self._skips_backward = (
             _is_from(strategy, "backward", _STRATEGY)
             and _is_from(precision, "pre_backward", _ENGINE_PRECISION)
             and _is_from(precision, "backward", _PRECISION)
             and _is_from(precision, "post_backward", _ENGINE_PRECISION)
         )
-        self._has_pre_backward = not _is_from(strategy, "pre_backward", _STRATEGY, _DDP_STRATEGY)
-        self._has_post_backward = not _is_from(strategy, "post_backward", _STRATEGY, _DDP_STRATEGY)
+        self._has_pre_backward = not _is_from(strategy, "pre_backward", _STRATEGY, *_DDP_STRATEGIES)
+        self._has_post_backward = not _is_from(strategy, "post_backward", _STRATEGY, _DDP_STRATEGIES[0])
         self.skips_zero_grad = _is_from(module, "optimizer_zero_grad", _MODULE)
         """Whether gradients are zeroed by the optimizer alone, as Lightning does."""
         self._step_entry: Literal["module", "strategy", "precision"] = "module"
@@ -93,20 +100,11 @@ class Shortcuts:
         """Whether the closure given to `optimizer_step` has to call the precision plugin's `_after_closure` itself."""
         self._step = BareStep(hooks.trainer.fit_loop.epoch_loop.averaged_gradients)
 
-    def _look_up(self) -> tuple[Any, ...]:
-        hooks, strategy = self._hooks, self._hooks.strategy
-        methods = _OF_MODULE(hooks.module), _OF_STRATEGY(strategy), _OF_PRECISION(hooks.precision)
-        return *methods, _OF_OPTIMIZER(strategy._lightning_optimizers[0])
-
     def is_current(self) -> bool:
         """Whether the methods are still those that the shortcuts were derived from."""
-        return self._look_up() == self._calls
-
-    @property
-    def training_step(self) -> Callable[..., Any]:
-        """The function that runs the forward of a micro-batch."""
-        # Lightning: Strategy.training_step
-        return self._hooks.module.training_step if self._skips_forward else self._hooks.strategy.training_step
+        hooks = self._hooks
+        wrapped = hooks.strategy._lightning_optimizers[0]
+        return _OF_HOOKS(hooks) == self._of_hooks and _OF_OPTIMIZER(wrapped) == self._of_optimizer
 
     def backward(self, loss: Tensor, optimizer: Any) -> None:
         """Runs backward and the hooks around it."""
@@ -132,17 +130,17 @@ class Shortcuts:
             users, epoch = hooks.module.optimizer_zero_grad, hooks.trainer.current_epoch
             hooks.in_hook("optimizer_zero_grad", users, epoch, batch_idx, optimizer)
 
-    def optimizer_step(self, batch_idx: int, closure: Callable[[], Any]) -> None:
-        """Runs the optimizer's step, which calls `closure`."""
+    def optimizer_step(self, batch_idx: int, optimizer: Any, closure: Callable[[], Any]) -> None:
+        """Runs the step of the strategy's first optimizer, which calls `closure`."""
         hooks = self._hooks
-        wrapped = hooks.strategy._lightning_optimizers[0]
         # Lightning: LightningModule.optimizer_step, LightningOptimizer.step, Strategy.optimizer_step
         if self.calls_after_closure:  # Lightning: Precision.optimizer_step and ._wrap_closure as well
-            hooks.in_hook("optimizer_step", self._step, wrapped.optimizer, closure)
+            hooks.in_hook("optimizer_step", self._step, optimizer, closure)
         elif self._step_entry == "precision":
-            hooks.in_hook("optimizer_step", hooks.precision.optimizer_step, wrapped.optimizer, hooks.module, closure)
+            hooks.in_hook("optimizer_step", hooks.precision.optimizer_step, optimizer, hooks.module, closure)
         elif self._step_entry == "strategy":
-            hooks.in_hook("optimizer_step", hooks.strategy.optimizer_step, wrapped.optimizer, closure)
+            hooks.in_hook("optimizer_step", hooks.strategy.optimizer_step, optimizer, closure)
         else:
             step, epoch = hooks.module.optimizer_step, hooks.trainer.current_epoch
+            wrapped = hooks.strategy._lightning_optimizers[0]
             hooks.in_hook("optimizer_step", step, epoch, batch_idx, wrapped, closure)

@@ -223,9 +223,10 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
     def end_step(self, num_steps: int) -> None:
         """Ends an optimizer step: stops if all ranks have agreed to, and saves a snapshot if one is due."""
         self._mark_step(num_steps)
-        if self.averaged_gradients is not None:
+        if self.averaged_gradients is not None and self.averaged_gradients.compares_weights:
             self.averaged_gradients.end_step()
-        self.first_steps.end_step()
+        if self.first_steps.is_due:
+            self.first_steps.end_step()
         if self.buffer_check.is_first_step_due:
             self.buffer_check.after_first_step()
         self.is_between_steps = True

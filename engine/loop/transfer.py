@@ -7,6 +7,7 @@ the compute stream it would also wait for all earlier computation.
 
 import functools
 from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,7 +23,6 @@ from .hooks import overridden
 __all__ = ["Transfer"]
 
 _HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-_HOOKS_OF = attrgetter(*_HOOKS)
 
 
 class Transfer:
@@ -32,8 +32,16 @@ class Transfer:
         self._trainer = trainer
         self._device = trainer.strategy.root_device
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
-        self._owners = trainer.lightning_module, data, trainer.strategy, trainer.precision_plugin
-        self._calls = self._look_up()
+        self._owners = SimpleNamespace(
+            module=trainer.lightning_module, data=data, strategy=trainer.strategy, precision=trainer.precision_plugin
+        )
+        owners_of_hooks = ["module"] if data is None else ["module", "data"]
+        self._look_up = attrgetter(
+            *(f"{owner}.{name}" for owner in owners_of_hooks for name in _HOOKS),
+            "strategy.batch_to_device",
+            "precision.convert_input",
+        )
+        self._calls = self._look_up(self._owners)
         overridden_hooks = {
             name
             for name in _HOOKS
@@ -48,14 +56,9 @@ class Transfer:
         )
         self._stream = None if moves_itself else _stream(self._device)
 
-    def _look_up(self) -> tuple[Any, ...]:
-        module, data, strategy, precision = self._owners
-        hooks = _HOOKS_OF(module), None if data is None else _HOOKS_OF(data)
-        return *hooks, strategy.batch_to_device, precision.convert_input
-
     def is_current(self) -> bool:
         """Whether the hooks are still those that this object was made for: any object or class may get another one."""
-        return self._look_up() == self._calls
+        return self._look_up(self._owners) == self._calls
 
     def __call__(self, batch: Any, dataloader_idx: int = 0) -> Any:
         """Returns the batch on the device."""
@@ -74,7 +77,15 @@ class Transfer:
 
     def is_there(self, batch: Any) -> bool:
         """Whether there is nothing to do: plain tensors that are on the device already, and no hook."""
-        return self._is_plain and self._is_on_device(batch)
+        if not self._is_plain:
+            return False
+        kind = type(batch)
+        items = batch if kind is list or kind is tuple else batch.values() if kind is dict else (batch,)
+        # Exactly Tensor: other types may have their own `to` method. (A loop takes half the time of `all`.)
+        for item in items:  # noqa: SIM110
+            if type(item) is not Tensor or item.device != self._device:
+                return False
+        return True
 
     def _copy(self, batch: Any) -> Any:
         """Returns the batch with its plain tensors on the device; the hooks handle all other values."""
@@ -96,15 +107,6 @@ class Transfer:
         for copy in copies:
             copy.record_stream(compute_stream)  # otherwise its memory would go back to the copying stream too early
         return batch
-
-    def _is_on_device(self, batch: Any) -> bool:
-        kind = type(batch)
-        items = batch if kind is list or kind is tuple else batch.values() if kind is dict else (batch,)
-        # Exactly Tensor: other types may have their own `to` method. (A loop takes half the time of `all`.)
-        for item in items:  # noqa: SIM110
-            if type(item) is not Tensor or item.device != self._device:
-                return False
-        return True
 
 
 @functools.cache

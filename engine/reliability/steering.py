@@ -36,8 +36,11 @@ _OF_TRAINER = ("accumulate_grad_batches", "check_val_every_n_epoch", "limit_trai
 _OF_FIT_LOOP = ("max_epochs", "min_epochs")
 _OF_EPOCH_LOOP = ("max_steps", "min_steps")
 _NAMES = (*_OF_TRAINER, *_OF_FIT_LOOP, *_OF_EPOCH_LOOP)
-_limits_of_trainer, _limits_of_fit = attrgetter(*_OF_TRAINER), attrgetter(*_OF_FIT_LOOP)
-_limits_of_epochs = attrgetter(*_OF_EPOCH_LOOP)
+_limits_of = attrgetter(
+    *_OF_TRAINER,
+    *(f"fit_loop.{name}" for name in _OF_FIT_LOOP),
+    *(f"fit_loop.epoch_loop.{name}" for name in _OF_EPOCH_LOOP),
+)
 
 
 class SteeredApartError(RuntimeError):
@@ -87,7 +90,7 @@ class Steering:
         if self._store is None:
             return
         trainer = self._trainer
-        self._limits = self._look_up_limits()
+        self._limits = _limits_of(trainer)
         if not self._keeps_step:  # the ranks are at different places
             self.after_batch(trainer.fit_loop.epoch_loop.batch_progress.total.ready)
             return
@@ -110,7 +113,7 @@ class Steering:
         trainer, consensus = self._trainer, self._consensus
         if consensus is None:
             return
-        if self._keeps_step and (limits := self._look_up_limits()) != self._limits:
+        if self._keeps_step and (limits := _limits_of(trainer)) != self._limits:
             self._limits = limits
             values = ", ".join(f"{name}={value}" for name, value in zip(_NAMES, limits, strict=True))
             if not self._all_say(f"limits/{batches}/{values}"):
@@ -155,11 +158,6 @@ class Steering:
             )
             ranks = dist.get_rank(), dist.get_world_size()
             self._consensus = StopConsensus(SignedStore(store, ranks[0]), *ranks, lambda: strategy.lost_ranks)
-
-    def _look_up_limits(self) -> tuple[Any, ...]:
-        fit_loop = self._trainer.fit_loop
-        of_epochs = _limits_of_epochs(fit_loop.epoch_loop)
-        return (*_limits_of_trainer(self._trainer), *_limits_of_fit(fit_loop), *of_epochs)
 
     def _all_say(self, what: str) -> bool:
         """Whether all ranks say `what`, this one by this call; the first of them that gives up decides for all."""

@@ -133,14 +133,15 @@ class DDP(DistributedStrategy, CommHookMixin, DDPStrategy):
         module, model = self.lightning_module, self.model
         is_wrapped = isinstance(model, DistributedDataParallel)
         assert module is not None
+        is_automatic = module.automatic_optimization
         # DistributedDataParallel averages the gradients of the parameters that were trainable when it was created.
         # With manual optimization, `pre_backward` compares: a step itself may freeze and unfreeze parameters.
-        compares = module.automatic_optimization or self.options.static_graph
+        compares = is_automatic or self.options.static_graph
         if is_wrapped and compares and self._requires_grad != list(map(_REQUIRES_GRAD, self._parameters)):
             self._wrap_again()
             model = self.model
         try:
-            if not is_wrapped or not module.automatic_optimization:
+            if not is_wrapped or not is_automatic:
                 return super().training_step(*args, **kwargs)
             # Lightning: Strategy.training_step
             with self.precision_plugin.train_step_context():
