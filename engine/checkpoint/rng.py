@@ -31,7 +31,7 @@ def include_devices(devices: Sequence[torch.device]) -> None:
 
 def get_random_state() -> dict[str, Any]:
     """Returns the states of the random generators, for `set_random_state`; they load with ``weights_only=True``."""
-    state = {"python": random.getstate(), "numpy": _numpy_state(), "torch": torch.get_rng_state()}
+    state = host_state()
     if (used := in_use()) is not None:
         kind, module = used
         state[kind] = module.get_rng_state()
@@ -40,9 +40,9 @@ def get_random_state() -> dict[str, Any]:
     return state
 
 
-def host_state(state: dict[str, Any]) -> dict[str, Any]:
-    """Returns the part of a `get_random_state` result without accelerators."""
-    return {name: state[name] for name in ("python", "numpy", "torch")}
+def host_state() -> dict[str, Any]:
+    """Returns the part of `get_random_state` without accelerators."""
+    return {"python": random.getstate(), "numpy": _numpy_state(), "torch": torch.get_rng_state()}
 
 
 def _numpy_state() -> list[Any]:

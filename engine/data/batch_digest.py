@@ -5,7 +5,7 @@ example one that is seeded by the clock. Then the stream yields other samples, a
 """
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import islice
 from typing import Any
 
@@ -31,35 +31,35 @@ _MOST = 64
 
 def add_to_digest(digest: int, batch: Any) -> int:
     """Returns the checksum of the batches up to `batch`, given that of the batches before it."""
-    for part in _parts(batch):
-        digest = zlib.crc32(part, digest)
-    return digest
+    parts: list[bytes] = []
+    _add_parts(parts, batch)
+    return zlib.crc32(b"".join(parts), digest)
 
 
-def _parts(value: Any) -> Iterator[bytes]:
-    """Yields bytes that depend on a batch's type, size and contents; of unknown objects, on their type alone."""
-    yield type(value).__name__.encode()
+def _add_parts(parts: list[bytes], value: Any) -> None:
+    """Adds bytes that depend on a batch's type, size and contents; of unknown objects, on their type alone."""
+    parts.append(type(value).__name__.encode())
     if isinstance(value, np.ndarray) and value.dtype != object:
         value = torch.from_numpy(_evenly(value.reshape(-1)).view(np.uint8).copy())
     if isinstance(value, Tensor):
-        yield str((value.dtype, tuple(value.shape))).encode()
+        parts.append(str((value.dtype, tuple(value.shape))).encode())
         if value.layout == torch.strided and value.device.type == "cpu" and not value.is_quantized:
             flat = value.detach().resolve_conj().resolve_neg()
-            yield _evenly(flat.reshape(-1)).contiguous().view(torch.uint8).numpy().tobytes()
+            parts.append(_evenly(flat.reshape(-1)).contiguous().view(torch.uint8).numpy().tobytes())
     elif isinstance(value, (str, bytes)):
-        yield str(len(value)).encode()
-        yield value[:1024].encode(errors="replace") if isinstance(value, str) else value[:1024]
+        parts.append(str(len(value)).encode())
+        parts.append(value[:1024].encode(errors="replace") if isinstance(value, str) else value[:1024])
     elif isinstance(value, (bool, int, float, complex, np.generic)):
-        yield str(value).encode()
-    elif isinstance(value, Mapping):
-        yield str(len(value)).encode()
-        for key, inner in islice(value.items(), _MOST):
-            yield str(key).encode()
-            yield from _parts(inner)
+        parts.append(str(value).encode())
     elif isinstance(value, (list, tuple)):
-        yield str(len(value)).encode()
+        parts.append(str(len(value)).encode())
         for inner in value[:_MOST]:
-            yield from _parts(inner)
+            _add_parts(parts, inner)
+    elif isinstance(value, Mapping):
+        parts.append(str(len(value)).encode())
+        for key, inner in islice(value.items(), _MOST):
+            parts.append(str(key).encode())
+            _add_parts(parts, inner)
 
 
 def _evenly(flat: Any) -> Any:

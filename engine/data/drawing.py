@@ -96,7 +96,7 @@ def _global_state(sampler: Any) -> dict[str, Any] | None:
         return None
     if _is_torchs(sampler):
         return {"torch": torch.get_rng_state()}
-    return host_state(get_random_state())
+    return host_state()
 
 
 def _set_global(state: dict[str, Any] | None) -> None:
@@ -109,7 +109,13 @@ def is_same_state(state: Any, other: Any) -> bool:
     if isinstance(state, torch.Tensor) and isinstance(other, torch.Tensor):
         return torch.equal(state, other)
     if isinstance(state, dict) and isinstance(other, dict):
-        return state.keys() == other.keys() and all(is_same_state(state[name], other[name]) for name in state)
+        if state.keys() != other.keys():
+            return False
+        # A loop, since it is called for each batch of a stream; and NumPy's state stays the same object.
+        for name, value in state.items():
+            if value is not other[name] and not is_same_state(value, other[name]):
+                return False
+        return True
     return bool(state == other)
 
 
@@ -149,7 +155,7 @@ def state_of_seed(seed: int, epoch: int, sampler_state: Any) -> dict[str, Any]:
     """Returns `GlobalOrder.state` for a checkpoint of version 0.1.0, whose order depends on seed and epoch only."""
     everything = get_random_state()
     seed_all(seed, epoch)
-    drawn_from = host_state(get_random_state())
+    drawn_from = host_state()
     set_random_state(everything)
     before = {"global": drawn_from, "sampler": sampler_state}
     return {"before": before, "sampler": sampler_state, "whole": True, "num_passes": epoch}

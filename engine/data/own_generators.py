@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..checkpoint.rng import get_random_state, host_state, set_random_state
+from ..checkpoint.rng import host_state, set_random_state
 
 __all__ = ["OwnGenerators", "own_generators", "set_own_states", "set_state_here", "states_of_own"]
 
@@ -50,11 +50,7 @@ class OwnGenerators:
 
     def find(self) -> dict[str, Any]:
         """Returns the generators, by the path of attributes to them."""
-        if (
-            self._found is None
-            or any(self._empty)
-            or not all(container.is_unchanged() for container in self._containers)
-        ):
+        if self._found is None or any(self._empty) or not all(map(_Container.is_unchanged, self._containers)):
             self._found, containers = _search(self.data)
             self._empty = [container.owner for container in containers if container.is_empty]
             self._containers = [container for container in containers if not container.is_empty]
@@ -66,7 +62,7 @@ class OwnGenerators:
 
     def state_here(self) -> dict[str, Any]:
         """Returns all states that the data set may draw from in this process: the global generators, and its own."""
-        return {**host_state(get_random_state()), "own": self.states()}
+        return {**host_state(), "own": self.states()}
 
 
 def _search(data: Any) -> "tuple[dict[str, Any], list[_Container]]":

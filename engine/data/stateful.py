@@ -265,7 +265,9 @@ class StateTrackingLoader(DataLoader):
         self.seen_epoch = epoch_of(self.dataset)
         if self._reapplied_state is not None:
             self._reapplied_state.note_batch()
-        self._latest = {"state": copy.deepcopy(super().state_dict()), "ended": ended}  # type: ignore[misc]
+        state = super().state_dict()  # type: ignore[misc]
+        # The next batch may change that of other loaders.
+        self._latest = {"state": state if isinstance(self, StreamLoader) else copy.deepcopy(state), "ended": ended}
         if self._draws is not None:
             self._latest["draws"] = self._draws.state()
         if not ended:

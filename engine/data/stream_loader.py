@@ -60,7 +60,7 @@ class StreamLoader(DataLoader):
         return self._iterator
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position after the latest batch; empty if nothing was read or loaded."""
+        """Returns the position after the latest batch, which later ones don't change; empty before anything is read."""
         if self._iterator is None:
             return self._loaded or {}
         return self._iterator.state_dict()
@@ -259,11 +259,11 @@ class _Batches(IterableDataset[Any]):
 
 
 class _Place:
-    """The position of a worker, copied because it is sent later. Not a tuple, which pin_memory would traverse."""
+    """The position of a worker. Not a tuple, which pin_memory would traverse."""
 
     def __init__(self, worker: int, fetcher: Any, *, has_batch: bool) -> None:
         self.worker, self.has_batch = worker, has_batch
-        self.content = _key(worker), {"worker_id": worker, **copy.deepcopy(_place(fetcher))}
+        self.content = _key(worker), {"worker_id": worker, **_place(fetcher)}
 
 
 _OF_SAMPLER: dict[str, Any] = {
@@ -285,7 +285,7 @@ def _as_it_is(batch: Any) -> Any:
 
 def is_stateful(candidate: Any) -> bool:
     """Whether a loader, a data set or its iterator has `state_dict` and `load_state_dict`."""
-    return all(callable(getattr(candidate, name, None)) for name in ("state_dict", "load_state_dict"))
+    return callable(getattr(candidate, "state_dict", None)) and callable(getattr(candidate, "load_state_dict", None))
 
 
 def _read_again(batches: Iterator[Any], count: int, dataset: Any) -> None:
@@ -299,13 +299,13 @@ def _read_again(batches: Iterator[Any], count: int, dataset: Any) -> None:
 
 
 def _place(fetcher: Any) -> dict[str, Any]:
-    """Returns the states of a stream and of its iterator, which may be the same object."""
+    """Returns copies of the states of a stream and of its iterator, which may be the same object."""
     dataset, samples = fetcher.dataset, fetcher.dataset_iter
     is_apart = samples is not dataset and is_stateful(dataset)
     return {
-        "dataset_state": dataset.state_dict() if is_apart else None,
+        "dataset_state": copy.deepcopy(dataset.state_dict()) if is_apart else None,
         "fetcher_state": {
-            "dataset_iter_state": samples.state_dict() if is_stateful(samples) else None,
+            "dataset_iter_state": copy.deepcopy(samples.state_dict()) if is_stateful(samples) else None,
             "fetcher_ended": fetcher.ended,
         },
     }

@@ -236,6 +236,8 @@ class FlatEpoch:
     def _may_validate(self) -> bool:
         """Whether validation may be due after this batch; if so, Lightning's own condition decides."""
         interval = self._trainer.val_check_batch
+        if interval == float("inf") and self._trainer._val_check_time_interval is None:  # at the end of the data
+            return isinstance(self._trainer.limit_train_batches, int)
         if self._trainer._val_check_time_interval is not None or not isinstance(interval, int):
             return True
         progress = self._loop.batch_progress

@@ -33,7 +33,7 @@ __all__ = ["DistributedStrategy", "share_random_state"]
 def share_random_state() -> None:
     """Gives all ranks the random state of rank 0, except that of accelerators."""
     state = get_random_state()
-    set_random_state({**state, **WORLD.broadcast_object(host_state(state))})
+    set_random_state({**state, **WORLD.broadcast_object(host_state())})
 
 
 class DistributedStrategy(EngineStrategy):
