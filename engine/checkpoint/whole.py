@@ -1,5 +1,6 @@
 """Writes and reads single-file checkpoints and gives each rank its part; `single_file` describes the format."""
 
+import io
 import os
 import pickle
 from collections.abc import Callable
@@ -8,7 +9,7 @@ from typing import Any
 import torch
 from fsspec.implementations.local import LocalFileSystem
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -20,7 +21,7 @@ from .checked_io import resolve
 from .manifest import CheckpointError
 from .not_plain import NotPlainError, not_plain
 from .publish import writing_file
-from .single_file import OURS, is_archive, wrong_in
+from .single_file import OURS, wrong_in
 from .state_tree import NAMES, all_by_name, join, like, mapped, split, to_lightning
 from .strided_shards import reading_plan
 
@@ -64,16 +65,21 @@ def read_file(path: str | os.PathLike[str], weights_only: bool | None = None, *,
         raise NotPlainError.for_path(path, refused) from None
 
 
-def refusal_of(path: str) -> str | None:
-    """Returns a warning if a local file opens with ``weights_only=False`` only, else None; reads no tensor."""
-    fs, fs_path = resolve(path)
-    if not isinstance(fs, LocalFileSystem) or fs_path.endswith(_NOT_OURS) or not is_archive(fs_path):
-        return None
+def refusal_of(checkpoint: dict[str, Any]) -> str | None:
+    """Returns a warning if a file of `checkpoint` opens with ``weights_only=False`` only, else None."""
+    content = io.BytesIO()
+    # Plain tensors always open, and to open them all takes longer than to write them.
+    torch.save(mapped(_unless_plain, checkpoint), content)
+    content.seek(0)
     try:
-        torch.load(fs_path, map_location="meta", weights_only=True, mmap=True)
+        torch.load(content, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as refused:
         return not_plain(refused)
     return None
+
+
+def _unless_plain(tensor: Tensor) -> Tensor | None:
+    return None if type(tensor) in (Tensor, nn.Parameter) and not vars(tensor) else tensor
 
 
 def whole_checkpoint(path: str, weights_only: bool | None, *, lazily: bool = False) -> dict[str, Any]:

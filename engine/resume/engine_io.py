@@ -37,7 +37,7 @@ class EngineIO(TorchCheckpointIO):
             read_manifest(path)  # before an older one is removed
         if not self._has_checked:
             self._has_checked = True
-            if (refusal := refusal_of(str(path))) is not None:
+            if (refusal := refusal_of(checkpoint)) is not None:
                 rank_zero_warn(refusal)
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 import os
 import shutil
+from collections.abc import Callable
+from cProfile import Profile
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from polyphase.engine import Engine
-from polyphase.engine.checkpoint import CheckpointError, is_checkpoint, read_manifest, repair
+from polyphase.engine.checkpoint import AsyncCheckpointer, CheckpointError, is_checkpoint, read_manifest, repair
 from polyphase.engine.checkpoint.retention import list_entries, prune
 from polyphase.engine.checkpoint.single_file import manifest_text, wrong_in
 from polyphase.engine.checkpoint.whole import write_file
+from polyphase.engine.resume.engine_io import EngineIO
 
 from ..loop.stock_comparison import Small, exactly, rows, trainer_of
 from ..tiny import Regression, engine
@@ -43,6 +46,20 @@ def test_what_it_holds_is_plain_and_stock_lightning_goes_on_with_it(tmp_path):
         assert trainer.global_step == 2 * run.global_step
         weights.append(exactly(module.state_dict()))
     assert weights[0] == weights[1]
+
+
+def test_the_first_one_takes_half_as_many_calls_more_as_a_plain_save(tmp_path):
+    weights = {str(number): torch.zeros(2) for number in range(500)}
+    checkpoint, files = {"state_dict": weights, "pytorch-lightning_version": "2"}, EngineIO(AsyncCheckpointer())
+
+    def calls_of(save: Callable[[], None]) -> int:
+        with Profile(subcalls=False, builtins=False) as profile:
+            save()
+        return sum(entry.callcount for entry in profile.getstats())
+
+    calls_of(lambda: torch.save(checkpoint, tmp_path / "warm"))
+    plain = calls_of(lambda: torch.save(checkpoint, tmp_path / "plain"))
+    assert calls_of(lambda: files.save_checkpoint(checkpoint, tmp_path / "x.ckpt")) < 1.5 * plain
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
