@@ -151,17 +151,21 @@ class Reader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Reads the chunks of a plan, file by file, in the order of the bytes."""
+        """Reads the chunks of a plan: several files at once, each in the order of its bytes."""
         requests: dict[str, list[tuple[Chunk, ReadItem]]] = {}
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
                 raise CheckpointError(f"{item.storage_index.fqn} is no tensor: it is not read")
             chunk = self._metadata.storage_data[item.storage_index]
             requests.setdefault(chunk.file, []).append((chunk, item))
-        for name, items in requests.items():
+
+        def read(name: str) -> None:
             with self._files.reading(name) as stream:
-                for chunk, item in sorted(items, key=lambda pair: pair[0].start):
+                for chunk, item in sorted(requests[name], key=lambda pair: pair[0].start):
                     self._read(stream, chunk, item, planner)
+
+        with ThreadPoolExecutor(_NUM_FILES) as threads:
+            list(threads.map(read, requests))
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -172,11 +176,12 @@ class Reader(StorageReader):
         if self._is_packed:
             block, offsets = _unpacked(stream, chunk, dtype), list(item.storage_offsets)
         else:
-            block, offsets = _rows(stream, chunk, dtype, item)
-        for dim, (offset, length) in enumerate(zip(offsets, item.lengths, strict=True)):
-            block = block.narrow(dim, offset, length)
-        assert target.size() == block.size(), "as planned"
-        target.copy_(block)
+            block, offsets = _rows(stream, chunk, dtype, item, target)
+        if block is not target:
+            for dim, (offset, length) in enumerate(zip(offsets, item.lengths, strict=True)):
+                block = block.narrow(dim, offset, length)
+            assert target.size() == block.size(), "as planned"
+            target.copy_(block)
         planner.commit_tensor(item, target)
 
     @classmethod
@@ -250,8 +255,11 @@ def _header(chunks: list[_LocalChunk]) -> bytes:
 # --- reading
 
 
-def _rows(stream: Any, chunk: Chunk, dtype: torch.dtype, item: ReadItem) -> tuple[Tensor, list[int]]:
-    """Reads the rows (entries of dim 0) of a chunk that are planned; returns them and the block's offsets in them."""
+def _rows(stream: Any, chunk: Chunk, dtype: torch.dtype, item: ReadItem, target: Tensor) -> tuple[Tensor, list[int]]:
+    """Reads the rows (entries of dim 0) of a chunk that are planned; returns them and the block's offsets in them.
+
+    They are read into `target` and that is returned, if it takes all of them: the largest tensor is not there twice.
+    """
     offsets, sizes = list(item.storage_offsets), list(chunk.sizes)
     start = chunk.start
     if sizes:
@@ -261,10 +269,12 @@ def _rows(stream: Any, chunk: Chunk, dtype: torch.dtype, item: ReadItem) -> tupl
     num_bytes = math.prod(sizes) * dtype.itemsize
     if not num_bytes:
         return torch.empty(sizes, dtype=dtype), offsets
-    content = torch.empty(num_bytes, dtype=torch.uint8)
+    takes_all = target.dtype == dtype and list(target.size()) == sizes
+    is_in_place = takes_all and target.device.type == "cpu" and target.is_contiguous()
+    rows = target if is_in_place else torch.empty(sizes, dtype=dtype)
     stream.seek(start)
-    _fill(stream, content.numpy().data, chunk.file)
-    return content.view(dtype).view(sizes), offsets
+    _fill(stream, _bytes_of(rows), chunk.file)
+    return rows, offsets
 
 
 def _fill(stream: Any, buffer: memoryview, name: str) -> None:

@@ -15,6 +15,7 @@ import re
 import uuid
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -60,6 +61,9 @@ __all__ = [
     "update_link",
     "writing_file",
 ]
+
+_NUM_AT_ONCE = 2
+"""The number of files that are checked at once: as many as a rank writes at once."""
 
 _STAGING = ".saving-"
 _REPLACED = ".replaced-"
@@ -274,7 +278,8 @@ def check_files(path: str | os.PathLike[str], manifest: Manifest, share: tuple[i
     if not is_directory(path) and files.fs.isfile(files.path):
         return wrong_in(path, share)
     names = sorted(manifest.files)[share[0] :: share[1]]
-    return [problem for name in names if (problem := files.check(name, *manifest.files[name]))]
+    with ThreadPoolExecutor(_NUM_AT_ONCE) as threads:
+        return list(filter(None, threads.map(lambda name: files.check(name, *manifest.files[name]), names)))
 
 
 def find(folder: str | os.PathLike[str]) -> list[tuple[str, Manifest]]:

@@ -40,6 +40,20 @@ def test_every_dtype_and_shape_comes_back_bit_for_bit(tmp_path, where):
         assert bits(found[name]) == bits(tensor), name
 
 
+def test_a_tensor_is_read_into_its_place(tmp_path):
+    path = save(tmp_path / "x", state_dict={"large": torch.ones(2**24)})
+    Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak begins anew
+    before = peak_bytes()
+    found = AsyncCheckpointer().load(path)["state_dict"]["large"]
+    assert peak_bytes() - before < 1.5 * found.nbytes
+    assert found.sum() == found.numel()
+
+
+def peak_bytes() -> int:
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM")))
+
+
 def test_shapes_and_dtypes_are_known_without_reading(tmp_path):
     path = save(tmp_path / "x")
     stored = tensors_in(Files(path), read_manifest(path))
