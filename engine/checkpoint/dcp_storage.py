@@ -10,24 +10,24 @@ import io
 import json
 import math
 import pickle
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import LoadPlan, LoadPlanner, SavePlan, SavePlanner, StorageReader, StorageWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from .checked_io import Files, NotAPlainFileError
 from .format1 import parse_metadata
 from .manifest import METADATA, TENSORS, CheckpointError, Manifest
-from .tensor_index import Chunk, Index, check_index, index_bytes, parse_index, to_metadata
+from .tensor_index import Chunk, Index, StoredTensor, check_index, index_bytes, parse_index, to_index, to_metadata
 
-__all__ = ["Reader", "Writer", "read_index", "tensors_in"]
+__all__ = ["Reader", "Writer", "read_index", "tensors_in", "write_whole"]
 
 _NUM_FILES = 2
 """The number of files of each rank: one is written while the other's checksum is computed or the disk is busy."""
@@ -41,10 +41,15 @@ _SAFETENSORS = {
 """Names of dtypes in safetensors; tensors of other dtypes are stored as bytes."""
 
 
+_Place = tuple[str, int, int]
+"""File, first byte and number of bytes of a chunk."""
+
+
 class _LocalChunk(NamedTuple):
     """A chunk of a tensor that this rank writes."""
 
-    metadata_index: MetadataIndex
+    key: str
+    offset: tuple[int, ...]
     tensor: Tensor
     is_whole: bool
 
@@ -86,31 +91,19 @@ class Writer(StorageWriter):
             is_whole = item.tensor_data.chunk.sizes == item.tensor_data.size
             tensor = planner.resolve_data(item)
             assert isinstance(tensor, Tensor)
-            chunks.append(_LocalChunk(item.index, tensor, is_whole))
-        contents = [(f"shard-{plan.storage_data}-{i}.safetensors", part) for i, part in enumerate(_by_file(chunks))]
-        with ThreadPoolExecutor(_NUM_FILES) as threads:
-            results = list(threads.map(lambda content: self._write(*content), contents))
+            chunks.append(_LocalChunk(item.index.fqn, item.index.offset or torch.Size(), tensor, is_whole))
+        places = _write_chunks(self._files, plan.storage_data, chunks)
         written: Future[list[WriteResult]] = Future()
-        written.set_result([result for part in results for result in part])
+        written.set_result(
+            [WriteResult(item.index, place[2], place) for item, place in zip(plan.items, places, strict=True)]
+        )
         return written
-
-    def _write(self, name: str, chunks: list[_LocalChunk]) -> list[WriteResult]:
-        header, results = _header(chunks), []
-        position = len(header)
-        with self._files.writing(name) as stream:
-            stream.write(header)
-            for chunk in chunks:
-                if chunk.num_bytes:
-                    stream.write(_bytes_of(_plain(chunk.tensor)))
-                results.append(WriteResult(chunk.metadata_index, chunk.num_bytes, (name, position, chunk.num_bytes)))
-                position += chunk.num_bytes
-        return results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Writes the index of the tensors; called on one rank, when all ranks have written their files."""
         locations = {result.index: result.storage_data for of_rank in results for result in of_rank}
         with self._files.writing(TENSORS) as stream:
-            stream.write(index_bytes(metadata, locations))
+            stream.write(index_bytes(to_index(metadata, locations)))
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
@@ -214,6 +207,52 @@ def tensors_in(files: Files, manifest: Manifest) -> dict[str, TensorStorageMetad
 # --- writing
 
 
+def write_whole(files: Files, tensors: dict[str, Tensor]) -> None:
+    """Writes tensors that this process has whole, and their index: what torch.distributed.checkpoint would plan.
+
+    Without a plan, which takes longer for small tensors than all else, while the interpreter is held.
+
+    Raises:
+        OSError: a file could not be written.
+    """
+    chunks = []
+    for key, tensor in tensors.items():
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        assert local.shape == tensor.shape, "whole"
+        chunks.append(_LocalChunk(key, (0,) * local.dim(), local, True))
+    places = _write_chunks(files, 0, chunks)
+    index = {
+        chunk.key: StoredTensor(
+            chunk.tensor.dtype, size := tuple(chunk.tensor.shape), [Chunk(chunk.offset, size, *place)]
+        )
+        for chunk, place in zip(chunks, places, strict=True)
+    }
+    with files.writing(TENSORS) as stream:
+        stream.write(index_bytes(index))
+
+
+def _write_chunks(files: Files, rank: int, chunks: list[_LocalChunk]) -> list[_Place]:
+    """Writes chunks into the files of a rank; returns the place of each."""
+    places: dict[int, _Place] = {}
+
+    def write(name: str, numbers: list[int]) -> None:
+        header = _header([chunks[number] for number in numbers])
+        position = len(header)
+        with files.writing(name) as stream:
+            stream.write(header)
+            for number in numbers:
+                num_bytes = chunks[number].num_bytes
+                if num_bytes:
+                    stream.write(_bytes_of(_plain(chunks[number].tensor)))
+                places[number] = name, position, num_bytes
+                position += num_bytes
+
+    contents = _by_file(chunks)
+    with ThreadPoolExecutor(_NUM_FILES) as threads:
+        list(threads.map(write, [f"shard-{rank}-{i}.safetensors" for i in range(len(contents))], contents))
+    return [places[number] for number in range(len(chunks))]
+
+
 def _plain(tensor: Tensor) -> Tensor:
     """Returns a contiguous tensor on the host; applies conjugations and negations that torch has deferred."""
     return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
@@ -223,15 +262,17 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
-def _by_file(chunks: Iterable[_LocalChunk]) -> list[list[_LocalChunk]]:
-    """Distributes chunks over files of about the same size; the widest dtypes come first, so that all are aligned."""
-    contents: list[list[_LocalChunk]] = [[] for _ in range(_NUM_FILES)]
-    sizes = [0] * _NUM_FILES
-    for chunk in sorted(chunks, key=lambda chunk: -chunk.num_bytes):
+def _by_file(chunks: list[_LocalChunk]) -> list[list[int]]:
+    """Deals the numbers of chunks to files of about one size; the widest dtypes come first, so that all are aligned."""
+    contents: list[list[int]] = [[] for _ in range(_NUM_FILES)]
+    sizes, num_bytes = [0] * _NUM_FILES, [chunk.num_bytes for chunk in chunks]
+    for number in sorted(range(len(chunks)), key=lambda number: -num_bytes[number]):
         smallest = sizes.index(min(sizes))
-        contents[smallest].append(chunk)
-        sizes[smallest] += chunk.num_bytes
-    return [sorted(content, key=lambda chunk: -chunk.tensor.element_size()) for content in contents if content]
+        contents[smallest].append(number)
+        sizes[smallest] += num_bytes[number]
+    return [
+        sorted(content, key=lambda number: -chunks[number].tensor.element_size()) for content in contents if content
+    ]
 
 
 def _header(chunks: list[_LocalChunk]) -> bytes:
@@ -239,9 +280,9 @@ def _header(chunks: list[_LocalChunk]) -> bytes:
     entries: dict[str, Any] = {}
     position = 0
     for chunk in chunks:
-        key = chunk.metadata_index.fqn
+        key = chunk.key
         if not chunk.is_whole or key in entries:
-            key += "@" + ",".join(map(str, chunk.metadata_index.offset or ()))
+            key += "@" + ",".join(map(str, chunk.offset))
         name = _SAFETENSORS.get(chunk.tensor.dtype)
         end = position + chunk.num_bytes
         shape = list(chunk.tensor.shape) if name else [chunk.num_bytes]

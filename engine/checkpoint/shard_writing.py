@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ..distributed.object_group import ObjectGroup
 from .checked_io import Files
-from .dcp_storage import Writer
+from .dcp_storage import Writer, write_whole
 from .manifest import CheckpointError
 from .strided_shards import SavePlanner
 
@@ -23,18 +23,15 @@ def write_shards(tensors: dict[str, Tensor], files: Files, group: ObjectGroup) -
     Raises:
         CheckpointError: on all ranks, if one of them could not write.
     """
-    writer, planner = Writer(files), SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    if group.process_group is None:  # as `dcp.save` does for one rank, without its warning
-        planner.set_up_planner(tensors, is_coordinator=True)
-        plans, metadata = planner.create_global_plan([planner.create_local_plan()])
-        (plan,) = writer.prepare_global_plan(plans)
+    if group.process_group is None:
         try:
-            writer.finish(metadata, [writer.write_data(planner.finish_plan(plan), planner).wait()])
+            write_whole(files, tensors)
         except OSError as error:
             raise CheckpointError(f"rank 0 could not write: {type(error).__name__}: {error}") from error
         return
+    planner = SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
-        dcp.save(tensors, storage_writer=writer, planner=planner, process_group=group.process_group)
+        dcp.save(tensors, storage_writer=Writer(files), planner=planner, process_group=group.process_group)
     except dcp.api.CheckpointException as failed:  # a BaseException with a traceback in its text
         reasons = [
             f"rank {rank} could not write: {type(error).__name__}: {error}"

@@ -31,6 +31,7 @@ class Staging:
     """The memory for the copies of one process, for one save at a time."""
 
     def __init__(self) -> None:
+        self._from_host = _HostCopies()
         self._from_trainer, self._from_device = _HostMemory(waits_once=True), _HostMemory(waits_once=False)
         self._on_device: dict[torch.device, _DeviceCopies] = {}
 
@@ -46,8 +47,10 @@ class Staging:
             for device in {tensor.device for tensor in tensors.values() if tensor.device.type != "cpu"}:
                 on_device = self._on_device.setdefault(device, _DeviceCopies(device))
                 copies.append((on_device, on_device.copy({k: t for k, t in tensors.items() if t.device == device})))
-        copied_keys = {key for _, copied in copies for key in copied}
-        staged = self._from_trainer.stage({key: tensor for key, tensor in tensors.items() if key not in copied_keys})
+            staged = self._from_host.copy({k: t for k, t in tensors.items() if t.device.type == "cpu" and _is_usual(t)})
+        copied_keys = {*staged, *(key for _, copied in copies for key in copied)}
+        if rest := {key: tensor for key, tensor in tensors.items() if key not in copied_keys}:
+            staged.update(self._from_trainer.stage(rest))
 
         def complete() -> Tensors:
             for on_device, copied in copies:
@@ -55,6 +58,36 @@ class Staging:
             return {key: staged[key] for key in tensors}
 
         return complete
+
+
+class _HostCopies:
+    """Copies of tensors in host memory; later saves reuse them.
+
+    Thousands of small tensors are copied in one call: torch's stager makes some ninety calls of Python for each.
+    """
+
+    def __init__(self) -> None:
+        self._copies: Tensors = {}
+
+    def copy(self, tensors: Tensors) -> Tensors:
+        """Returns copies of the tensors; those with the same memory, such as tied weights, share a copy."""
+        former, self._copies = self._copies, {}
+        by_place: dict[Any, Tensor] = {}
+        taken: set[int] = set()
+        for key, tensor in tensors.items():
+            form = _form(tensor)
+            place = _local(tensor).data_ptr(), form
+            copied = by_place.get(place)
+            if copied is None:
+                copied = former.get(key)
+                if copied is None or id(copied) in taken or _form(copied) != form:
+                    copied = torch.empty_like(tensor, requires_grad=False)
+                by_place[place] = copied
+                taken.add(id(copied))
+            self._copies[key] = copied
+        if tensors:
+            torch._foreach_copy_(_locals(self._copies), _locals(tensors))
+        return dict(self._copies)
 
 
 class _HostMemory:
@@ -100,7 +133,7 @@ class _DeviceCopies:
         """Returns copies of as many of the tensors as there is room for."""
         room, chosen, held = self._room_bytes(), {}, 0
         for key, tensor in tensors.items():
-            if type(tensor) in (Tensor, nn.Parameter, DTensor) and held + _local(tensor).nbytes <= room:
+            if _is_usual(tensor) and held + _local(tensor).nbytes <= room:
                 chosen[key], held = tensor, held + _local(tensor).nbytes
         former, self._copies = self._copies, {}
         if not chosen:
@@ -148,6 +181,11 @@ def _copy_like(tensor: Tensor, former: Tensor | None) -> Tensor:
     local = _local(former)
     local.untyped_storage().resize_(local.nbytes)
     return former
+
+
+def _is_usual(tensor: Tensor) -> bool:
+    """Whether a copy of the same form holds all of a tensor: a class of somebody else may hold more."""
+    return type(tensor) in (Tensor, nn.Parameter, DTensor)
 
 
 def _form(tensor: Tensor) -> tuple[Any, ...]:

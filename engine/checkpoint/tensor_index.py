@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from .manifest import CheckpointError
 
-__all__ = ["DTYPES", "Chunk", "StoredTensor", "check_index", "index_bytes", "parse_index", "to_metadata"]
+__all__ = ["DTYPES", "Chunk", "StoredTensor", "check_index", "index_bytes", "parse_index", "to_index", "to_metadata"]
 
 DTYPES: dict[str, torch.dtype] = {
     str(value).removeprefix("torch."): value
@@ -55,24 +55,37 @@ class StoredTensor(NamedTuple):
 Index = dict[str, StoredTensor]
 
 
-def index_bytes(metadata: Metadata, places: dict[MetadataIndex, tuple[str, int, int]]) -> bytes:
-    """Returns the content of `tensors.json`.
+def to_index(metadata: Metadata, places: dict[MetadataIndex, tuple[str, int, int]]) -> Index:
+    """Returns the index of the tensors of a save.
 
     Args:
         metadata: torch's save plan.
         places: file, first byte and number of bytes of each chunk.
     """
-    files = {name: number for number, name in enumerate(sorted({location[0] for location in places.values()}))}
-    tensors: dict[str, Any] = {}
+    index: Index = {}
     for key, about in metadata.state_dict_metadata.items():
         assert isinstance(about, TensorStorageMetadata), "only tensors are saved"
-        chunks = []
-        for chunk in about.chunks:
-            name, start, num_bytes = places[MetadataIndex(key, chunk.offsets)]
-            chunks.append([list(chunk.offsets), list(chunk.sizes), files[name], start, num_bytes])
-        dtype = str(about.properties.dtype).removeprefix("torch.")
-        tensors[key] = {"dtype": dtype, "size": list(about.size), "chunks": chunks}
-    return json.dumps({"files": list(files), "tensors": tensors}, separators=(",", ":")).encode()
+        blocks = [(chunk, places[MetadataIndex(key, chunk.offsets)]) for chunk in about.chunks]
+        chunks = [Chunk(tuple(block.offsets), tuple(block.sizes), *place) for block, place in blocks]
+        index[key] = StoredTensor(about.properties.dtype, tuple(about.size), chunks)
+    return index
+
+
+def index_bytes(index: Index) -> bytes:
+    """Returns the content of `tensors.json`."""
+    names = sorted({chunk.file for tensor in index.values() for chunk in tensor.chunks})
+    files = {name: number for number, name in enumerate(names)}
+    tensors = {
+        key: {
+            "dtype": str(tensor.dtype).removeprefix("torch."),
+            "size": tensor.size,
+            "chunks": [
+                (chunk.offsets, chunk.sizes, files[chunk.file], chunk.start, chunk.num_bytes) for chunk in tensor.chunks
+            ],
+        }
+        for key, tensor in index.items()
+    }
+    return json.dumps({"files": names, "tensors": tensors}, separators=(",", ":")).encode()
 
 
 def parse_index(content: bytes) -> Index:

@@ -1,5 +1,7 @@
 """Broadcasts of rank 0's parameters and buffers to the other ranks, as in DDP, on each rank's device."""
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -9,8 +11,13 @@ from torchmetrics import Metric
 # Lightning: sets `self.device` of modules without moving them.
 from .._compat.lightning import _update_properties
 from ..attachments import swap
+from .buckets import copy, flatten, in_buckets, unflatten
 
 __all__ = ["equalise", "give_value", "move_module", "share_buffers", "tell_device"]
+
+
+_BUCKET_MB = 1
+"""Smaller tensors are broadcast together: a collective for each takes longer than their bytes."""
 
 
 def equalise(submodule: nn.Module, device: torch.device) -> None:
@@ -19,9 +26,14 @@ def equalise(submodule: nn.Module, device: torch.device) -> None:
     whole = [tensor for tensor in whole if not tensor.is_meta]  # all ranks read these from the same files
     for tensor in whole:
         give_value(tensor, tensor.data.to(device))
-    pending = [dist.broadcast(tensor.data, src=0, async_op=True) for tensor in whole]
-    for work in pending:
+    pending: list[tuple[list[Tensor], Tensor, Any]] = []
+    for bucket in in_buckets(whole, _BUCKET_MB):
+        flat = bucket[0].data if len(bucket) == 1 else flatten(bucket)
+        pending.append((bucket, flat, dist.broadcast(flat, src=0, async_op=True)))
+    for bucket, flat, work in pending:
         work.wait()
+        if len(bucket) > 1:
+            copy(unflatten(flat, bucket), bucket)
 
 
 def give_value(tensor: Tensor, value: Tensor) -> None:

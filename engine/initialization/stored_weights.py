@@ -125,7 +125,9 @@ def read_stored(module: nn.Module, device: torch.device | str = "cpu", leave: Co
             if key in marks and tensor not in read | left:
                 _read(tensor, marks[key], device)
                 read.add(tensor)
-    for unit in (submodule for submodule in module.modules() if read and isinstance(submodule, FSDPModule)):
+    if not read:
+        return
+    for unit in (submodule for submodule in module.modules() if isinstance(submodule, FSDPModule)):
         # torch: as in `_apply`, which moves modules.
         for group in unit._get_fsdp_state()._fsdp_param_groups:
             for parameter in group.fsdp_params:

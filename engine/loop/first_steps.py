@@ -47,7 +47,7 @@ _MAX_RANKS = 8
 """The most ranks with samples of their own that "auto" does the work of in one process."""
 _MAX_BYTES = 2**30
 """The largest size of a module's parameters that "auto" copies; with Adam, rank 0 needs four times as much memory."""
-_MAX_PARTS = 2000
+_MAX_PARTS = 1000
 """The most parts of a module that "auto" copies: where they are small, their calls take the time, not their bytes."""
 
 _CHANGING_HOOKS = ("on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_train_batch_end")

@@ -2,6 +2,7 @@
 
 import os
 import threading
+from cProfile import Profile
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,38 @@ def test_the_state_is_that_of_its_step_whatever_happens_next(tmp_path):
     saver.finish()
     for step in range(1, 9):
         assert is_whole(str(tmp_path / f"{step}"), step)
+
+
+def test_weights_that_were_tied_are_saved_as_they_are(tmp_path):
+    saver, weight, other = AsyncCheckpointer(), torch.zeros(2), torch.ones(2)
+    states = [
+        {"a": weight, "b": weight},
+        {"a": weight, "b": other},
+        {"a": other, "b": other},
+        {"a": weight, "b": other},
+    ]
+    for step, state in enumerate(states):
+        start(saver, tmp_path / f"{step}", step, state_dict=state)
+    saver.finish()
+    for step, state in enumerate(states):
+        assert same(load_checkpoint(tmp_path / f"{step}")["state_dict"], state)
+
+
+def test_a_save_of_many_small_tensors_takes_fewer_calls_than_a_plain_one(tmp_path):
+    state = {str(number): torch.zeros(2) for number in range(500)}
+    saver, calls = AsyncCheckpointer(), []
+    start(saver, tmp_path / "memory is allocated", state_dict=state)
+    for save_it in (
+        lambda: torch.save({**content(1), "state_dict": state}, tmp_path / "plain"),
+        lambda: start(saver, tmp_path / "in background", state_dict=state),  # what the next step waits for
+        lambda: save(tmp_path / "in foreground", saver=saver, state_dict=state),  # the rest is in other threads
+    ):
+        saver.finish()
+        with Profile(subcalls=False, builtins=False) as profile:
+            save_it()
+        calls.append(sum(entry.callcount for entry in profile.getstats()))
+    saver.finish()
+    assert max(calls[1:]) < calls[0], calls
 
 
 def test_tensors_that_come_go_and_grow_are_saved_as_they_are(tmp_path):

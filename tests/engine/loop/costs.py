@@ -11,7 +11,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 # On a CPU `tolist` and `numpy` read memory without any operator, on a device they wait for it.
 _READS = {torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.cpu, torch.Tensor.__bool__}
@@ -135,14 +135,14 @@ _FIRST, _LAST = 20, 84
 """Steps: as many as the order of samples is recorded for at once."""
 
 
-def _batches() -> DataLoader:
-    return DataLoader(TensorDataset(torch.randn(2 * (_LAST + 10), 4)), batch_size=2)
+NUM_ROWS = 2 * (_LAST + 10)
+"""Samples of a data set for `calls_of_a_step`."""
 
 
-def _calls_by_hand(device: torch.device) -> float:
+def _calls_by_hand(device: torch.device, data: Dataset) -> float:
     module = _Counted(CallCount(_FIRST, _LAST)).to(device)
     optimizer = module.configure_optimizers()
-    for batch in _batches():
+    for batch in DataLoader(data, batch_size=2):
         loss = module.training_step([tensor.to(device) for tensor in batch])
         optimizer.zero_grad()
         loss.backward()
@@ -151,8 +151,9 @@ def _calls_by_hand(device: torch.device) -> float:
     return module.calls.per_step + (0 if torch.__version__ < "2.15" else 6)
 
 
-def calls_of_a_step(trainer: Any) -> float:
-    """Calls of a step beside those that a loop by hand makes on the same device, with torch 2.13."""
+def calls_of_a_step(trainer: Any, data: Dataset | None = None) -> float:
+    """Calls of a step beside those that a loop by hand makes on the same device and data, with torch 2.13."""
+    data = TensorDataset(torch.randn(NUM_ROWS, 4)) if data is None else data
     module = _Counted(CallCount(_FIRST, _LAST))
-    trainer.fit(module, _batches())
-    return module.calls.per_step - _calls_by_hand(trainer.strategy.root_device)
+    trainer.fit(module, DataLoader(data, batch_size=2))
+    return module.calls.per_step - _calls_by_hand(trainer.strategy.root_device, data)

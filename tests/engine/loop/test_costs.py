@@ -1,5 +1,8 @@
 """Between two logging intervals the host waits for nothing; and a step makes few calls beside those of the work."""
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
 from lightning.pytorch import LightningModule
@@ -10,8 +13,8 @@ from torchmetrics import MeanMetric
 
 from polyphase.callbacks import ConsoleLogger, ProgressBar, ThroughputMonitor
 
-from ..tiny import QUIET, engine
-from .costs import Costs, calls_of_a_step
+from ..tiny import QUIET, CountingStream, Stream, engine
+from .costs import NUM_ROWS, Costs, calls_of_a_step
 
 INTERVAL = 5
 NUM_BATCHES = 20
@@ -104,6 +107,44 @@ def test_a_step_makes_few_calls_more_than_a_loop_by_hand():
     # Some 9: 66 of the loop's, and of torch's for the step by a closure, less 57 of torch's labels, see `labels.py`.
     # Nine of them look up hooks and methods, which a callback may replace at any time.
     assert calls_of_a_step(engine(log_every_n_steps=8)) <= 10
+
+
+class Rows(TensorDataset):
+    """A map with a state."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.randn(NUM_ROWS, 4))
+
+    def state_dict(self) -> dict[str, int]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        raise NotImplementedError
+
+
+class RowsOfStream(Stream):
+    def __iter__(self) -> Iterator[Any]:
+        return ((torch.ones(4),) for _ in super().__iter__())
+
+
+class RowsOfCountingStream(CountingStream):
+    def __iter__(self) -> Iterator[Any]:
+        return ((torch.ones(4),) for _ in super().__iter__())
+
+
+@pytest.mark.parametrize(
+    ("data", "most"),
+    [
+        (Rows(), 11),
+        # A read through Lightning's fetcher, which looks one batch ahead; the states of the global generators before
+        # and after it; and a checksum of the batch, or a copy of the state.
+        (RowsOfStream(NUM_ROWS), 95),
+        (RowsOfCountingStream(NUM_ROWS), 95),
+    ],
+    ids=["map with a state", "stream", "stream with a state"],
+)
+def test_a_batch_of_any_data_takes_few_calls_more(data, most):
+    assert calls_of_a_step(engine(log_every_n_steps=8), data) <= most
 
 
 def test_the_counter_sees_the_calls_of_lightnings_own_loop():
