@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from polyphase.engine.distributed.equal_ranks import equalise
 from tests.distributed import run_ranks
 from tests.pairs import alternating
 
@@ -87,6 +88,22 @@ def test_collectives_are_those_of_a_loop_by_hand(strategy, window, tmp_path):
         if strategy == "ddp":
             expected = [int((batch + 1) % window == 0) for batch in range(NUM_BATCHES)]
             assert hand[SETTLED:] == expected[SETTLED:], "one bucket, and none on inner micro-batches"
+
+
+def _made_equal(rank: int, folder: Path) -> None:
+    module = torch.nn.Sequential(*(torch.nn.BatchNorm1d(4) for _ in range(50)), torch.nn.Linear(1000, 1000))
+    for tensor in module.state_dict().values():
+        tensor.fill_(rank + 1)
+    before = num_collectives()
+    equalise(module, torch.device("cpu"))
+    is_equal = all((tensor == 1).all() for tensor in module.state_dict().values())
+    (folder / str(rank)).write_text(f"{num_collectives() - before} {is_equal}")
+
+
+def test_small_tensors_are_made_equal_in_few_collectives(tmp_path):
+    run_ranks(_made_equal, 2, tmp_path)
+    # Of the small floats, the weight of the last layer, its bias, and the whole numbers.
+    assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["4 True", "4 True"]
 
 
 class Syncs(Logs):
