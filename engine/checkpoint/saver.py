@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_warn
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from ..distributed.object_group import SELF, ObjectGroup, num_ranks
@@ -37,7 +36,7 @@ from .sending import packed, unpacked
 from .shard_writing import write_shards, writes_shards
 from .single_file import wrong_in
 from .staging import Staging
-from .state_tree import merged, split, to_lightning
+from .state_tree import mapped, merged, split, to_lightning
 from .whole import whole_checkpoint
 
 __all__ = ["AsyncCheckpointer", "load_checkpoint"]
@@ -128,7 +127,7 @@ class AsyncCheckpointer:
         if writes_shards(group):
             of_rank_tensors, of_rank = split(of_rank, f"rank{group.rank}.")
             # These tensors are small, but may be views of a bucket of gradients, which would be written as a whole.
-            of_rank = apply_to_collection(of_rank, Tensor, lambda small: small.detach().cpu().clone())
+            of_rank = mapped(lambda small: small.detach().cpu().clone(), of_rank)
         content = b"" if group.rank else self._serialised(rest)
         own_tensors = {**tensors, **of_rank_tensors}
         # Nothing changes tensors in host memory while this thread itself saves them: they need no copies.

@@ -31,6 +31,7 @@ NAMES = "optimizer_parameters"
 _MARK = "__tensor__"
 _MANY_BYTES = 1 << 20
 _ALWAYS = ("state_dict", "optimizer_states")
+_VALUES = frozenset({bool, int, float, str, bytes, type(None)})
 
 
 def split(checkpoint: Mapping[str, Any], under: str = "") -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -58,6 +59,8 @@ def split(checkpoint: Mapping[str, Any], under: str = "") -> tuple[dict[str, Ten
         if type(value) in (dict, OrderedDict):
             return _as(value, {key: visit(item, f"{path}.{key}", takes_all) for key, item in value.items()})
         if type(value) in (list, tuple):
+            if _are_values(value):
+                return type(value)(value)
             return type(value)(visit(v, f"{path}.{i}", takes_all) for i, v in enumerate(value))
         return value
 
@@ -107,8 +110,15 @@ def mapped(function: Callable[[Any], Any], value: Any, kind: type = Tensor) -> A
     if type(value) in (dict, OrderedDict):
         return _as(value, {key: mapped(function, item, kind) for key, item in value.items()})
     if type(value) in (list, tuple):
+        if _are_values(value):
+            return type(value)(value)
         return type(value)(mapped(function, item, kind) for item in value)
     return value
+
+
+def _are_values(items: Sequence[Any]) -> bool:
+    """Whether there are only plain values in a list: the state of a random generator has hundreds."""
+    return _VALUES.issuperset(map(type, items))
 
 
 def by_name(state: dict[str, Any], names: list[str]) -> dict[str, Any]:
