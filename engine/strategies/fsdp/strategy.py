@@ -332,7 +332,7 @@ class FSDP(UnitSteps):
             shard_placement_fn=self._placement,
             offload_policy=CPUOffloadPolicy() if self._offloads else OffloadPolicy(),
             ignored_params={
-                part._parameters[name] for part in submodule.modules() for name in self._whole.get(id(part), ())
+                part.get_parameter(name) for part in submodule.modules() for name in self._whole.get(id(part), ())
             },
         )
         hand_over_arguments(submodule, is_freed=submodule is not self.model)
