@@ -25,7 +25,7 @@ __all__ = ["Shortcuts"]
 
 _STRATEGY = "lightning.pytorch.strategies.strategy"
 _DDP_STRATEGIES = ("lightning.pytorch.strategies.ddp", f"{strategies.__name__}.ddp")
-"""What they do before backward is for manual optimization only, which does not run in the flat loop."""
+"""Their hooks before backward are for manual optimization only, which does not run in the flat loop."""
 _MODULE = "lightning.pytorch.core.module"
 _OPTIMIZER = "lightning.pytorch.core.optimizer"
 _PRECISION = "lightning.pytorch.plugins.precision.precision"
