@@ -353,7 +353,6 @@ def test_a_rank_that_fails_ends_the_run():
         ({"strategy": "diloco:outer_momentum=1.5"}, "outer_momentum must be at least 0 and at most 1, but got 1.5"),
         ({"strategy": "diloco:outer_momentum=0"}, "nesterov=true needs an outer_momentum greater than 0"),
         ({"strategy": "diloco", "compression": "auto"}, "'diloco' can't do compression 'auto': auto compares"),
-        ({"strategy": "local_sgd", "uneven": "join"}, "uneven='join' can't be honoured under LocalSGD, whose ranks"),
     ],
 )  # fmt: skip
 def test_a_wrong_flag_is_an_error_when_the_engine_is_built(flags, message):

@@ -72,11 +72,11 @@ def test_what_ddp_can_do_it_can(flags):
 
 
 @pytest.mark.filterwarnings("ignore:Under .* the ranks have different values of")  # a count of samples
-def test_a_rank_without_samples_joins(tmp_path):
+def test_a_rank_without_samples_has_no_part_in_the_weights(tmp_path):
     module = Fits(tmp_path)
-    fit_parts(module, "zero1", Parts(SIZES), uneven="join")
+    fit_parts(module, "zero1", Parts(SIZES))
     found = {name: p.detach() for name, p in module.named_parameters()}
-    assert largest_difference(found, plain_loop(steps_of(SIZES, 1, "join"))) <= TOLERANCE
+    assert largest_difference(found, plain_loop(steps_of(SIZES, 1, "pad"))) <= TOLERANCE
 
 
 @pytest.mark.filterwarnings("ignore:Under .* the ranks have different values of")  # a count of samples

@@ -73,8 +73,8 @@ class FromOutside(Skipping):
 @pytest.mark.parametrize(
     ("module", "text"),
     [
-        (Penalised, r"a penalty over `self\.parameters\(\)`.*return \[\]"),
-        (FromOutside, r"blocks\.0\.norm was called from outside of it.*return \[\]"),
+        (Penalised, r"a penalty over `self\.parameters\(\)`.*units=module"),
+        (FromOutside, r"blocks\.0\.norm was called from outside of it.*units=module"),
     ],
 )
 def test_what_uses_shards_is_named(module, text):

@@ -45,7 +45,6 @@ def test_sizes_that_are_left_out_are_derived(strategy, devices, sizes):
         ("pp:virtual_stages=2", 2, {}, r"pp:virtual_stages=2 needs schedule=interleaved or zero-bubble"),
         ("pp+fsdp:pipeline_size=2,schedule=interleaved", 4, {}, r"'pp\+fsdp' can't do schedule=interleaved"),
         ("pp+ddp:pipeline_size=2", 4, {"compression": "powersgd:2"}, r"'pp\+ddp' can't do compression 'powersgd:2'"),
-        ("pp", 2, {"uneven": "join"}, r"uneven='join' can't be honoured under Pipeline"),
         ("pp", 2, {"micro_batch_size": "auto", "global_batch_size": 8}, r"can't repeat a step under a pipeline"),
     ],
 )

@@ -36,8 +36,6 @@ def test_what_it_can_not_do():
         made("ps", compression="bf16")
     with pytest.raises(ValueError, match="micro_batch_size='auto' can't repeat a step under PS"):
         made("ps", global_batch_size=16, micro_batch_size="auto")
-    with pytest.raises(ValueError, match="uneven='join' can't be honoured under PS"):
-        made("ps", uneven="join")
     with pytest.raises(ValueError, match="sync_batchnorm=True has each forward wait for all ranks"):
         made("ps:staleness=1", sync_batchnorm=True)
     assert made("ps", sync_batchnorm=True).world_size == 2
