@@ -2,7 +2,6 @@
 
 import os
 import re
-import stat
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,14 +11,12 @@ from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
+from ..foreign import NotAPlainFileError, open_plain
+
 __all__ = ["Files", "NotAPlainFileError", "absolute", "is_plain_name", "naming", "resolve", "sync"]
 
 _CHUNK_BYTES = 1 << 22
 _PROTOCOL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*(::|://)")
-
-
-class NotAPlainFileError(ValueError):
-    """A file is not opened, since it is a link, a folder, a device or a pipe, or larger than allowed."""
 
 
 def is_plain_name(name: Any) -> bool:
@@ -78,14 +75,7 @@ class Files:
             with self.fs.open(self.join(name), "rb") as stream:
                 yield stream
             return
-        path = self.join(name)
-        if not stat.S_ISREG(os.lstat(path).st_mode):
-            raise NotAPlainFileError(f"{name} is no plain file")
-        # The file may be replaced between the check and the open; opening a pipe without O_NONBLOCK would block.
-        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        with os.fdopen(handle, "rb") as stream:
-            if not stat.S_ISREG(os.fstat(handle).st_mode):
-                raise NotAPlainFileError(f"{name} is no plain file")
+        with open_plain(self.join(name), os.O_NOFOLLOW) as stream:
             yield stream
 
     def read(self, name: str, most_bytes: int | None = None) -> bytes:

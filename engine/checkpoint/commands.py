@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..flags import choose, did_you_mean
+from ..foreign import for_terminal
 from .checked_io import Files, resolve
 from .endings import SUFFIXES
 from .manifest import (
@@ -79,12 +80,12 @@ def _list(folder: str) -> int:
     table = Table("name", "step", "epoch", "age", "size", "layout", "versions")
     for entry in entries:
         if entry.manifest is not None:
-            table.add_row(entry.name, *_row(entry.manifest))
+            _add_row(table, entry.name, *_row(entry.manifest))
     console = _console()
     console.print(table if table.rows else f"There is no checkpoint in {folder}.")
     for entry in entries:
         if entry.manifest is None:
-            console.print(f"{entry.name} {entry.problem}")
+            console.print(for_terminal(f"{entry.name} {entry.problem}"))
     return 0
 
 
@@ -127,13 +128,13 @@ def _print(about: dict[str, str], tensors: Mapping[str, tuple[Any, Any]]) -> Non
     console = _console()
     table = Table("what", "value", show_header=False)
     for name, value in about.items():
-        table.add_row(name, value)
+        _add_row(table, name, value)
     console.print(table)
     if tensors:
         table = Table("tensor", "shape", "dtype", "bytes")
         for key, (size, dtype) in sorted(tensors.items()):
             shape = "x".join(map(str, size)) or "scalar"
-            table.add_row(key, shape, str(dtype).removeprefix("torch."), f"{size.numel() * dtype.itemsize:,}")
+            _add_row(table, key, shape, str(dtype).removeprefix("torch."), f"{size.numel() * dtype.itemsize:,}")
         console.print(table)
 
 
@@ -156,7 +157,7 @@ def _verify(paths: list[str]) -> int:
     for path, problem in checkpoints:
         problems = [problem] if problem else _problems(path)
         status = 1 if problems else status
-        print(f"{path}: {'; '.join(problems) or 'whole'}")
+        _say(f"{path}: {'; '.join(problems) or 'whole'}")
     return status
 
 
@@ -166,8 +167,8 @@ def _export(path: str, to: str, overwrite: bool, trust: bool) -> int:
     _check_exists(path)
     left_out = export(path, to, overwrite=overwrite, weights_only=not trust)
     if left_out:
-        print(f"left out, because they are not tensors: {', '.join(left_out)}")
-    print(f"wrote {to}")
+        _say(f"left out, because they are not tensors: {', '.join(left_out)}")
+    _say(f"wrote {to}")
     return 0
 
 
@@ -176,13 +177,13 @@ def _prune(folder: str, keep_last: int, keep_every: int | None, dry_run: bool) -
     pruned = prune(folder, keep_last=keep_last, keep_every=keep_every, dry_run=dry_run)
     would = "would be " if dry_run else ""
     for path in pruned.renamed:
-        print(f"{would}restored, because it was complete but not yet renamed: {path}")
+        _say(f"{would}restored, because it was complete but not yet renamed: {path}")
     for path in pruned.removed:
-        print(f"{would}removed: {path}")
+        _say(f"{would}removed: {path}")
     for path in pruned.kept:
-        print(f"kept: {path}")
+        _say(f"kept: {path}")
     for note in pruned.notes:
-        print(f"note: {note}")
+        _say(f"note: {note}")
     return 0
 
 
@@ -289,6 +290,14 @@ def _age(seconds: float) -> str:
     return f"{max(seconds, 0):.0f} s"
 
 
+def _say(text: str) -> None:
+    print(for_terminal(text))
+
+
+def _add_row(table: Table, *cells: str) -> None:
+    table.add_row(*map(for_terminal, cells))
+
+
 def _console() -> Console:
     return Console(width=None if sys.stdout.isatty() else 160, markup=False, emoji=False, highlight=False)
 
@@ -310,7 +319,7 @@ def _check_exists(path: str) -> None:
 
 
 def _complain(error: Exception, status: int) -> int:
-    print(f"polyphase: error: {error}", file=sys.stderr)
+    print(for_terminal(f"polyphase: error: {error}"), file=sys.stderr)
     return status
 
 

@@ -29,6 +29,8 @@ from .tensor_index import Chunk, Index, StoredTensor, check_index, index_bytes, 
 
 __all__ = ["Reader", "Writer", "read_index", "tensors_in", "write_whole"]
 
+_INDEX_MOST_BYTES = 1 << 28
+"""Some four million chunks."""
 _NUM_FILES = 2
 """The number of files of each rank: one is written while the other's checksum is computed or the disk is busy."""
 
@@ -102,8 +104,11 @@ class Writer(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Writes the index of the tensors; called on one rank, when all ranks have written their files."""
         locations = {result.index: result.storage_data for of_rank in results for result in of_rank}
+        content = index_bytes(to_index(metadata, locations))
+        if len(content) > _INDEX_MOST_BYTES:
+            raise CheckpointError(f"its {TENSORS} would have {len(content)} bytes, and no reader opens more than 2**28")
         with self._files.writing(TENSORS) as stream:
-            stream.write(index_bytes(to_index(metadata, locations)))
+            stream.write(content)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
@@ -191,7 +196,7 @@ def read_index(files: Files, manifest: Manifest) -> Index:
     """
     is_packed = manifest.format < 2
     try:
-        content = files.read(METADATA if is_packed else TENSORS)
+        content = files.read(METADATA if is_packed else TENSORS, most_bytes=_INDEX_MOST_BYTES)
     except NotAPlainFileError as error:
         raise CheckpointError(str(error)) from None
     index = parse_metadata(content) if is_packed else parse_index(content)

@@ -14,6 +14,7 @@ import zlib
 from typing import Any, Literal, get_args
 
 from ..flags import did_you_mean
+from ..foreign import for_terminal
 from .checked_io import Files, NotAPlainFileError, is_plain_name, resolve
 from .single_file import is_archive, manifest_text, size_of
 
@@ -30,6 +31,7 @@ __all__ = [
     "CheckpointError",
     "Manifest",
     "NewerFormatError",
+    "damage",
     "is_checkpoint",
     "is_directory",
     "is_file_of_ours",
@@ -69,6 +71,18 @@ KINDS: tuple[str, ...] = get_args(Kind)
 
 class CheckpointError(ValueError):
     """A checkpoint can't be opened: it is missing, damaged, or does not fit; the message says which."""
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(for_terminal(message))  # it names files, keys and versions as the checkpoint has them
+        self.is_damage = False
+        """Whether the content of the checkpoint is damaged: no run and no version can open it."""
+
+
+def damage(path: object, what: str) -> CheckpointError:
+    """Returns the error for a damaged checkpoint."""
+    error = CheckpointError(f"The checkpoint {path} is damaged: {what.rstrip('.')}.")
+    error.is_damage = True
+    return error
 
 
 class NewerFormatError(CheckpointError):

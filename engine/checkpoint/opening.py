@@ -1,7 +1,5 @@
 """Opens a checkpoint directory: checks it for damage and reads the parts that one rank needs."""
 
-import io
-import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -10,14 +8,16 @@ import torch
 from torch import Tensor
 
 from .checked_io import Files, NotAPlainFileError
+from .content import check_state
 from .dcp_storage import Reader, read_index
-from .manifest import RANKS, REST, CheckpointError, Manifest
+from .manifest import RANKS, REST, CheckpointError, Manifest, damage
 from .not_plain import NotPlainError
 from .publish import check_files
-from .single_file import OURS
-from .state_tree import join, like, tensor_keys
+from .single_file import HEAD, OURS
+from .state_tree import join, like, marks, tensor_keys
 from .strided_shards import reading_plan
 from .tensor_index import Index
+from .whole import load_archive
 
 __all__ = ["Wants", "check_content", "load_file", "open_directory", "wrong_files"]
 
@@ -44,7 +44,7 @@ def open_directory(path: str, manifest: Manifest, num_ranks: int, wants: Wants) 
     files = Files(path)
     with _as_damage(path, wants.weights_only):
         index = read_index(files, manifest)
-        rest, ranks = _states(files, manifest, wants.weights_only)
+        rest, ranks = _states(files, manifest, index, wants.weights_only)
         for key in wants.leave_out:
             rest.pop(key, None)
         if manifest.world_size == num_ranks and manifest.layout == wants.layout:
@@ -53,7 +53,6 @@ def open_directory(path: str, manifest: Manifest, num_ranks: int, wants: Wants) 
             # Other ranks or another layout: the tensors of all ranks are needed to redistribute them.
             of_ranks = tensor_keys([{key: state[key] for key in state.keys() - wants.own} for state in ranks])
         shared = tensor_keys(rest)
-        _check_present([*shared, *of_ranks], index)
     # The tensors in a rank's own state are not sharded, so they have no template.
     templates = {key: wants.template(key) for key in shared} | dict.fromkeys(of_ranks)
     elsewhere = {key: template for key, template in templates.items() if template is not None and template.is_meta}
@@ -72,8 +71,10 @@ def open_directory(path: str, manifest: Manifest, num_ranks: int, wants: Wants) 
     return checkpoint
 
 
-def _states(files: Files, manifest: Manifest, weights_only: bool | None) -> tuple[dict[str, Any], list[Any]]:
-    """Reads the unsharded state and each rank's own state, and checks that they agree with the manifest."""
+def _states(
+    files: Files, manifest: Manifest, index: Index, weights_only: bool | None
+) -> tuple[dict[str, Any], list[Any]]:
+    """Reads the unsharded state and each rank's own state; checks them, and that they agree with the other files."""
     rest, ranks = load_file(files, REST, weights_only), load_file(files, RANKS, weights_only)
     if type(rest) is not dict or type(ranks) is not list or any(type(state) is not dict for state in ranks):
         raise CheckpointError(f"{REST} or {RANKS} has content of the wrong type")
@@ -81,15 +82,28 @@ def _states(files: Files, manifest: Manifest, weights_only: bool | None) -> tupl
         raise CheckpointError(f"{RANKS} has the state of {len(ranks)} ranks, but {manifest.world_size} saved it")
     for key, expected in (("global_step", manifest.step), ("epoch", manifest.epoch)):
         if rest.get(key, expected) != expected:
-            raise CheckpointError(f"its {key} is {expected} in the manifest, but {str(rest[key])[:50]} in {REST}")
+            raise CheckpointError(f"its {key} is {expected} in the manifest, but another in {REST}")
+    _check_marks(rest, ranks, index, is_exact=manifest.format > 1)
+    check_state(rest, ranks, manifest)
     return rest, ranks
 
 
-def _check_present(keys: list[str], index: Index) -> None:
-    if any(type(key) is not str for key in keys):
+def _check_marks(rest: dict[str, Any], ranks: list[Any], index: Index, *, is_exact: bool) -> None:
+    """Checks that each mark stands for a tensor, at the place of this tensor, and that none was left out."""
+    found = [*marks(rest), *marks(ranks)]
+    if any(type(key) is not str for _, key in found):
         raise CheckpointError("it refers to a tensor by a key that is not text")
-    if absent := [key for key in keys if key not in index]:
+    if absent := [key for _, key in found if key not in index]:
         raise CheckpointError(f"it has no tensors {', '.join(absent)}")
+    if not is_exact:
+        return
+    for path, key in marks(rest):
+        if key.rstrip("'") != path.rstrip("'"):
+            raise CheckpointError(f"it has the tensor {key} in the place of {path}")
+    # In the state of callbacks, another rank than rank 0 may have had tensors of its own.
+    weights = {key for key in index if key.startswith(("state_dict.", "optimizer_states."))}
+    if unused := sorted(weights - {key for _, key in found}):
+        raise CheckpointError(f"nothing refers to its tensors {', '.join(unused)}")
 
 
 @contextmanager
@@ -100,12 +114,14 @@ def _as_damage(path: str, weights_only: bool | None = None) -> Iterator[None]:
     except NotPlainError:
         raise
     except CheckpointError as error:
-        raise CheckpointError(f"The checkpoint {path} is damaged: {str(error).rstrip('.')}.") from error
+        raise damage(path, str(error)) from error
     except Exception as error:
         if weights_only is False and not isinstance(error, OSError):
             raise  # may come from the user's own classes
         reason = str(error).splitlines()[0][:300] if str(error) else ""
-        raise CheckpointError(f"The checkpoint {path} is damaged: {type(error).__name__}: {reason}") from error
+        if isinstance(error, OSError):  # of the disk: it may be readable another time
+            raise CheckpointError(f"The checkpoint {path} can't be read: {error}") from error
+        raise damage(path, f"{type(error).__name__}: {reason}") from error
 
 
 def check_content(path: str, manifest: Manifest, *, is_to_open: bool = True) -> list[str]:
@@ -123,8 +139,7 @@ def check_content(path: str, manifest: Manifest, *, is_to_open: bool = True) -> 
     try:
         with _as_damage(path):
             index = read_index(files, manifest)
-            rest, ranks = _states(files, manifest, True)
-            _check_present([*tensor_keys(rest), *tensor_keys(ranks)], index)
+            _states(files, manifest, index, True)
     except NotPlainError as refused:
         return [str(refused)] if is_to_open else []
     except CheckpointError as error:
@@ -139,10 +154,9 @@ def load_file(files: Files, name: str, weights_only: bool | None) -> Any:
         CheckpointError: the file has objects that `weights_only` does not allow.
     """
     try:
-        stream = io.BytesIO(files.read(name))
+        with files.reading(name) as stream:
+            if stream.read(len(HEAD)) != HEAD:
+                raise CheckpointError(f"{name} is no file of torch.save")
+            return load_archive(stream, files.url, weights_only is not False)
     except NotAPlainFileError as error:
         raise CheckpointError(str(error)) from None
-    try:
-        return torch.load(stream, map_location="cpu", weights_only=weights_only is not False)
-    except pickle.UnpicklingError as refused:
-        raise NotPlainError.for_path(files.url, refused) from None

@@ -11,14 +11,15 @@ from typing import Literal, NamedTuple
 from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
+from ..foreign import open_plain
 from .checked_io import resolve
 from .manifest import MANIFEST, README, CheckpointError, is_file_of_ours, read_manifest
+from .single_file import pickle_in
 
 __all__ = ["PathStatus", "check_may_replace", "is_torch_file", "path_status"]
 
 _LIGHTNING = b"pytorch-lightning_version"
 """A key of every Lightning checkpoint; the pickle contains it as plain text."""
-_PICKLE_MOST_BYTES = 1 << 30
 _MOST_NAMED = 3
 """The largest number of foreign files that a message names."""
 
@@ -109,7 +110,7 @@ def _of_remote_file(fs: AbstractFileSystem, fs_path: str) -> PathStatus:
 def _is_checkpoint_file(fs_path: str) -> bool:
     if not os.path.isfile(fs_path):
         return False
-    with open(fs_path, "rb") as stream:
+    with open_plain(fs_path) as stream:
         return _has_lightnings_key(stream)
 
 
@@ -117,7 +118,7 @@ def is_torch_file(path: str | os.PathLike[str]) -> bool:
     """Whether `path` is a local file of `torch.save`, with any content."""
     if not os.path.isfile(path) or os.path.islink(path):
         return False
-    with open(path, "rb") as stream:
+    with open_plain(os.fspath(path)) as stream:
         return _holds(stream, b"")
 
 
@@ -128,8 +129,6 @@ def _has_lightnings_key(stream: object) -> bool:
 def _holds(stream: object, text: bytes) -> bool:
     """Whether a stream is a file of `torch.save` whose pickle contains `text`; the pickle is not loaded."""
     try:
-        with zipfile.ZipFile(stream) as archive:  # type: ignore[call-overload]
-            pickles = [info for info in archive.infolist() if info.filename.endswith("/data.pkl")]
-            return len(pickles) == 1 and pickles[0].file_size <= _PICKLE_MOST_BYTES and text in archive.read(pickles[0])
-    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError, RuntimeError):
+        return text in pickle_in(stream)
+    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError, RuntimeError, EOFError):
         return False

@@ -58,6 +58,7 @@ __all__ = [
     "read_manifest",
     "remove",
     "repair",
+    "set_aside",
     "update_link",
     "writing_file",
 ]
@@ -196,6 +197,23 @@ def _aside(final: str) -> tuple[str, str]:
     """Returns a free name for the damaged checkpoint `final`, and a note for the user."""
     aside = f"{final}.damaged-{_random_name()}"
     return aside, f"{final} was damaged: it was renamed to {aside}, and a new checkpoint has its name."
+
+
+def set_aside(path: str) -> str | None:
+    """Renames a checkpoint that is damaged, so that no run opens, counts or replaces it; returns a note for the user.
+
+    Nothing is renamed on an object store, or in a folder that can't be written to or that another run has locked.
+    """
+    fs, final = resolve(path)
+    if not isinstance(fs, LocalFileSystem):
+        return None
+    aside, _ = _aside(final)
+    try:
+        keep_lock(_parent(final))
+        os.rename(final, aside)
+    except (CheckpointError, OSError):
+        return None
+    return f"{path} is damaged: it was renamed to {aside}."
 
 
 def update_link(path: str | os.PathLike[str], name: str = "last") -> str | None:

@@ -9,11 +9,13 @@ import logging
 import os
 import uuid
 import zlib
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from fsspec.implementations.local import LocalFileSystem
+from typing_extensions import NotRequired, TypedDict
 
-from .checked_io import absolute, resolve
+from ..typed import Count, Range, problem
+from .checked_io import Files, absolute, resolve
 
 __all__ = ["RunRecord", "read_record", "replace_file", "write_record"]
 
@@ -41,6 +43,27 @@ class RunRecord(NamedTuple):
     """The engine's arguments that differ from their defaults, for information only; None if unknown."""
 
 
+_Few = Annotated[int, Range(1, 1 << 20)]
+"""Of ranks and micro-batches: far more than any run has, and few enough to loop over."""
+
+
+class _Batches(TypedDict):
+    accumulate_grad_batches: _Few
+    accumulation_asked: _Few
+    world_size: _Few
+    layout: dict[str, _Few]
+
+
+class _Stored(TypedDict):
+    run: str
+    lineage: list[str]
+    has_saved: bool
+    step: Count
+    batches: _Batches
+    loggers: NotRequired[list[dict[str, Any]]]
+    config: NotRequired[dict[str, Any] | None]
+
+
 def read_record(folder: str, root: str) -> RunRecord | None:
     """Reads the record of a folder of checkpoints; None if no valid record exists.
 
@@ -50,19 +73,11 @@ def read_record(folder: str, root: str) -> RunRecord | None:
     """
     for path in _paths(folder, root):
         try:
-            fs, fs_path = resolve(path)
-            values = json.loads(fs.cat_file(fs_path, end=_MOST_BYTES))
-            batches = values["batches"]
-            for name in ("accumulate_grad_batches", "accumulation_asked", "world_size"):
-                if type(batches[name]) is not int or batches[name] < 1:
-                    raise ValueError(name)
-            sizes = batches["layout"].values()
-            if any(type(size) is not int or size < 1 for size in sizes):
-                raise ValueError("layout")
-            lineage = tuple(str(run) for run in values["lineage"])
-            loggers = tuple(logger for logger in values.get("loggers", ()) if isinstance(logger, dict))
-            step, has_saved = int(values["step"]), bool(values["has_saved"])
-            return RunRecord(str(values["run"]), lineage, has_saved, step, batches, loggers, values.get("config"))
+            values = json.loads(Files(os.path.dirname(path)).read(os.path.basename(path), most_bytes=_MOST_BYTES))
+            if wrong := problem(values, _Stored, "it"):
+                raise ValueError(wrong)
+            record = RunRecord(**{name: values[name] for name in RunRecord._fields if name in values})
+            return record._replace(lineage=tuple(record.lineage), loggers=tuple(record.loggers))
         except FileNotFoundError:
             continue
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -28,7 +28,7 @@ from ..distributed.object_group import SELF, ObjectGroup, num_ranks
 from ..distributed.waits import waiting
 from .checked_io import Files, resolve
 from .joint_calls import call_on_all, call_on_rank_0
-from .manifest import RANKS, REST, CheckpointError, Manifest, parse_manifest, read_manifest
+from .manifest import RANKS, REST, CheckpointError, Manifest, damage, parse_manifest, read_manifest
 from .not_plain import not_plain
 from .opening import Wants, check_content, open_directory, wrong_files
 from .publish import begin, discard, publish, remove, update_link
@@ -227,7 +227,7 @@ class AsyncCheckpointer:
         share = (group.rank, group.size)
         wrong = sorted(chain.from_iterable(group.all_gather_object(wrong_files(path, manifest, share))))
         if wrong:
-            raise CheckpointError(f"The checkpoint {path} is damaged: {'; '.join(wrong)}.")
+            raise damage(path, "; ".join(wrong))
         wants = Wants(template, leave_out, share[0], layout, own, weights_only)
         checkpoint, error = None, None
         try:
@@ -235,10 +235,9 @@ class AsyncCheckpointer:
         except CheckpointError as raised:
             error = raised
         # If one rank can't read the checkpoint, all ranks raise, so that all of them try the same next checkpoint.
-        messages = group.all_gather_object(None if error is None else str(error))
-        errors = [message for message in messages if message is not None]
+        errors = [raised for raised in group.all_gather_object(error) if raised is not None]
         if errors:
-            raise error or CheckpointError(errors[0])
+            raise error or errors[0]
         assert checkpoint is not None
         return checkpoint
 

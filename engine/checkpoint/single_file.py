@@ -13,9 +13,21 @@ from typing import Any
 
 from fsspec.implementations.local import LocalFileSystem
 
+from ..foreign import NotAPlainFileError, open_plain
 from .checked_io import resolve
 
-__all__ = ["HEAD", "MANIFEST_KEY", "MOST_TEXT_BYTES", "OURS", "is_archive", "manifest_text", "size_of", "wrong_in"]
+__all__ = [
+    "HEAD",
+    "MANIFEST_KEY",
+    "MOST_TEXT_BYTES",
+    "OURS",
+    "check_archive",
+    "is_archive",
+    "manifest_text",
+    "pickle_in",
+    "size_of",
+    "wrong_in",
+]
 
 OURS = "polyphase"
 """The checkpoint key of Polyphase's own state, beside Lightning's keys."""
@@ -28,6 +40,8 @@ HEAD = b"PK\x03\x04"
 _SMALL_BYTES = 100
 """The largest size of records with metadata, such as the byte order."""
 _BEGIN = b'{\n "name": '
+_TEXT = b"X"
+"""The pickle's instruction for a text: its length, 4 bytes, and its bytes follow."""
 MOST_TEXT_BYTES = 1 << 20
 """The largest size of the manifest's text."""
 _PICKLE_MOST_BYTES = 1 << 30
@@ -56,8 +70,7 @@ def manifest_text(path: str | os.PathLike[str]) -> bytes | None:
         with _reading(path) as stream:
             if stream is None or stream.read(len(HEAD)) != HEAD:
                 return None
-            with zipfile.ZipFile(stream) as archive:
-                return _text_in(archive)
+            return _text_in(pickle_in(stream))
     except _DAMAGE:
         return None
 
@@ -82,6 +95,7 @@ def wrong_in(path: str | os.PathLike[str], share: tuple[int, int] = (0, 1)) -> l
 
 def _wrong_records(stream: Any, rank: int, num_ranks: int) -> list[str]:
     wrong = []
+    check_archive(stream)
     with zipfile.ZipFile(stream) as archive:
         records = archive.infolist()
         small = [info for info in records if info.file_size <= _SMALL_BYTES]
@@ -103,27 +117,52 @@ def _is_damaged(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bool:
     return False
 
 
-def _pickle_in(archive: zipfile.ZipFile) -> zipfile.ZipInfo | None:
-    pickles = [info for info in archive.infolist() if info.filename.endswith("/data.pkl")]
-    return pickles[0] if len(pickles) == 1 and pickles[0].file_size <= _PICKLE_MOST_BYTES else None
+def check_archive(stream: Any) -> zipfile.ZipInfo:
+    """Checks that the records of a file of `torch.save` are no larger than the file; returns the record of the pickle.
+
+    Such files are not compressed. A compressed one could fill the memory from a few bytes.
+
+    Raises:
+        ValueError: says what is wrong.
+        zipfile.BadZipFile: it is no such file.
+    """
+    size = stream.seek(0, os.SEEK_END)
+    stream.seek(0)
+    with zipfile.ZipFile(stream) as archive:
+        records = archive.infolist()
+    stream.seek(0)
+    if sum(info.file_size for info in records) > size:
+        raise ValueError("its records are larger than the file")
+    pickles = [info for info in records if info.filename.endswith("/data.pkl")]
+    if len(pickles) != 1 or pickles[0].file_size > _PICKLE_MOST_BYTES:
+        raise ValueError("it has not one pickle, of at most a gibibyte")
+    return pickles[0]
 
 
-def _text_in(archive: zipfile.ZipFile) -> bytes | None:
-    """Returns the last text that looks like a manifest, since the manifest is written last."""
-    info = _pickle_in(archive)
-    if info is None:
-        return None
-    content = archive.read(info)
-    position = content.rfind(_BEGIN)
-    while position >= 0:
-        text = content[position : position + MOST_TEXT_BYTES].decode("latin-1")
-        try:
-            values, end = json.JSONDecoder().raw_decode(text)
-        except (ValueError, RecursionError):
-            values, end = None, 0
-        if isinstance(values, dict) and {"crc32", "format", "sequence"} <= values.keys():
-            return text[:end].encode("latin-1")
-        position = content.rfind(_BEGIN, 0, position)
+def pickle_in(stream: Any) -> bytes:
+    """Returns the pickle of a file of `torch.save`; raises the errors of `check_archive`."""
+    info = check_archive(stream)
+    with zipfile.ZipFile(stream) as archive:
+        return archive.read(info)
+
+
+def _text_in(content: bytes) -> bytes | None:
+    """Returns the last text in a pickle that looks like a manifest, since the manifest is written last.
+
+    Each text has its length before it, so none of its bytes is looked at twice.
+    """
+    end = len(content)
+    while (position := content.rfind(_BEGIN, 0, end)) >= 0:
+        size = int.from_bytes(content[max(0, position - 4) : position], "little")
+        text = content[position : position + size]
+        if content[position - 5 : position - 4] == _TEXT and size <= MOST_TEXT_BYTES and position + size <= end:
+            try:
+                values = json.loads(text)
+            except (ValueError, RecursionError):
+                values = None
+            if isinstance(values, dict) and {"crc32", "format", "sequence"} <= values.keys():
+                return text
+        end = position
     return None
 
 
@@ -131,9 +170,17 @@ def _text_in(archive: zipfile.ZipFile) -> bytes | None:
 def _reading(path: str | os.PathLike[str]) -> Iterator[Any]:
     """Opens a regular file; yields None for a folder, pipe or device."""
     fs, fs_path = resolve(path)
-    is_file = os.path.isfile(fs_path) if isinstance(fs, LocalFileSystem) else fs.isfile(fs_path)
-    if not is_file:
+    if not isinstance(fs, LocalFileSystem):
+        if not fs.isfile(fs_path):
+            yield None
+            return
+        with fs.open(fs_path, "rb") as stream:
+            yield stream
+        return
+    try:
+        stream = open_plain(fs_path)
+    except NotAPlainFileError:
         yield None
         return
-    with fs.open(fs_path, "rb") as stream:
+    with stream:
         yield stream

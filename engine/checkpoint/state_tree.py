@@ -4,8 +4,9 @@ Tensors have readable keys: ``state_dict.<parameter>``, ``optimizer_states.<i>.s
 state is stored by parameter name, so that it does not depend on which rank holds which parameter.
 """
 
+import math
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,10 +17,12 @@ __all__ = [
     "NAMES",
     "by_name",
     "by_number",
+    "excess",
     "is_plain",
     "join",
     "like",
     "mapped",
+    "marks",
     "merged",
     "split",
     "tensor_keys",
@@ -32,6 +35,7 @@ _MARK = "__tensor__"
 _MANY_BYTES = 1 << 20
 _ALWAYS = ("state_dict", "optimizer_states")
 _VALUES = frozenset({bool, int, float, str, bytes, type(None)})
+_CONTAINERS = (dict, list, tuple, set, frozenset)
 
 
 def split(checkpoint: Mapping[str, Any], under: str = "") -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -83,13 +87,22 @@ def join(rest: Any, tensors: Mapping[str, Tensor]) -> Any:
     return rest
 
 
+def marks(rest: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields the path and the key of each tensor that `split` took out."""
+    if isinstance(rest, dict):
+        if rest.keys() == {_MARK}:
+            yield path, rest[_MARK]
+            return
+        for key, value in rest.items():
+            yield from marks(value, f"{path}.{key}" if path else str(key))
+    elif type(rest) in (list, tuple):
+        for i, value in enumerate(rest):
+            yield from marks(value, f"{path}.{i}")
+
+
 def tensor_keys(rest: Any) -> list[str]:
     """Returns the keys of the tensors that `split` took out."""
-    if isinstance(rest, dict):
-        return (
-            [rest[_MARK]] if rest.keys() == {_MARK} else [key for value in rest.values() for key in tensor_keys(value)]
-        )
-    return [key for value in rest for key in tensor_keys(value)] if type(rest) in (list, tuple) else []
+    return [key for _, key in marks(rest)]
 
 
 def merged(trees: list[Any]) -> Any:
@@ -119,6 +132,48 @@ def mapped(function: Callable[[Any], Any], value: Any, kind: type = Tensor) -> A
 def _are_values(items: Sequence[Any]) -> bool:
     """Whether there are only plain values in a list: the state of a random generator has hundreds."""
     return _VALUES.issuperset(map(type, items))
+
+
+def excess(value: Any, most_values: int, most_bytes: int) -> str | None:
+    """Returns what is too much in a nested value of a file, None if nothing is; looks once at each part.
+
+    A list that contains another one twice, which contains a third one twice, and so on, is short in a file and endless
+    for whatever walks through it. So is a list that contains itself, or a tensor that repeats its elements.
+
+    Args:
+        value: nested value.
+        most_values: the most values that a walk through it may meet.
+        most_bytes: the most bytes that its tensors may have beyond those that are stored.
+    """
+    numbers: dict[int, int] = {}
+    around: set[int] = set()
+    waiting = [(value, False)]
+    num_bytes = 0
+    while waiting:
+        part, is_left = waiting.pop()
+        key = id(part)
+        if isinstance(part, Tensor) and key not in numbers:
+            numbers[key] = 1
+            if part.layout == torch.strided and not part.is_meta:
+                logical = math.prod(part.shape) * part.element_size()
+                num_bytes += max(0, logical - part.untyped_storage().nbytes())
+        if is_left:
+            around.remove(key)
+            number = 1 + sum(numbers.get(id(inner), 1) for inner in _inner(part))
+            numbers[key] = min(number, most_values + 1)
+        elif key in around:
+            return "has a value that contains itself"
+        elif key not in numbers and isinstance(part, _CONTAINERS):
+            around.add(key)
+            waiting.append((part, True))
+            waiting.extend((inner, False) for inner in _inner(part) if isinstance(inner, (*_CONTAINERS, Tensor)))
+    if numbers.get(id(value), 1) > most_values:
+        return f"repeats values, so that it has more than {most_values:,}"
+    return "has tensors that are larger than the file" if num_bytes > most_bytes else None
+
+
+def _inner(value: Any) -> Iterable[Any]:
+    return [*value, *value.values()] if isinstance(value, dict) else value
 
 
 def by_name(state: dict[str, Any], names: list[str]) -> dict[str, Any]:

@@ -4,11 +4,12 @@ The index is not trusted: dtypes must be in a list, and chunks must lie within t
 and must cover the tensor. So no more memory is allocated than the files can fill.
 """
 
+import itertools
 import json
 import math
+from collections import Counter
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -29,6 +30,8 @@ DTYPES: dict[str, torch.dtype] = {
 }
 _MOST = (1 << 62) - 1
 _MOST_DIMS = 64
+_MOST_CUT_DIMS = 6
+"""A layout has four axes; each of them cuts a tensor along one dimension."""
 
 
 class Chunk(NamedTuple):
@@ -157,17 +160,28 @@ def _problem(tensor: StoredTensor, files: dict[str, tuple[int, int]], is_packed:
     covered, whole = sum(math.prod(chunk.sizes) for chunk in tensor.chunks), math.prod(tensor.size)
     if covered != whole:
         return f"has chunks of {covered} elements in all, and should have {whole}"
-    return "has chunks that overlap" if _overlap(tensor.chunks) else None
+    return _do_not_fit(tensor)
 
 
-def _overlap(chunks: list[Chunk]) -> bool:
-    if len(chunks) < 2 or not chunks[0].offsets:
-        return len(chunks) > 1
-    starts = np.array([chunk.offsets for chunk in chunks])
-    ends = starts + np.array([chunk.sizes for chunk in chunks])
-    return any(
-        bool(((starts[i] < ends[i + 1 :]) & (ends[i] > starts[i + 1 :])).all(axis=1).any()) for i in range(len(chunks))
-    )
+def _do_not_fit(tensor: StoredTensor) -> str | None:
+    """Returns what is wrong with chunks that lie in the tensor and have as many elements: whether some overlap.
+
+    They fill it exactly if their corners cancel, those of the tensor excepted: a corner counts once, or minus once if
+    an odd number of its coordinates are ends. So the work grows with the number of chunks, not with its square.
+    """
+    cut = [dim for dim, n in enumerate(tensor.size) if any(chunk.sizes[dim] != n for chunk in tensor.chunks)]
+    if len(cut) > _MOST_CUT_DIMS:
+        return f"has chunks along {len(cut)} dimensions; at most {_MOST_CUT_DIMS} are supported"
+    if not cut:
+        return "has chunks that overlap" if len(tensor.chunks) > 1 and 0 not in tensor.size else None
+    corners: Counter[tuple[int, ...]] = Counter()
+    whole = Chunk((0,) * len(tensor.size), tensor.size, "", 0, 0)
+    for chunk, sign in ((whole, -1), *((chunk, 1) for chunk in tensor.chunks)):
+        sides = [(chunk.offsets[dim], chunk.offsets[dim] + chunk.sizes[dim]) for dim in cut]
+        for ends in itertools.product((0, 1), repeat=len(cut)):
+            corner = tuple(side[end] for side, end in zip(sides, ends, strict=True))
+            corners[corner] += sign * (-1) ** sum(ends)
+    return "has chunks that overlap" if any(corners.values()) else None
 
 
 def to_metadata(index: Index) -> Metadata:

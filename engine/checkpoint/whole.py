@@ -3,6 +3,7 @@
 import io
 import os
 import pickle
+import zipfile
 from collections.abc import Callable
 from typing import Any
 
@@ -17,19 +18,35 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from ..foreign import open_plain
 from .checked_io import resolve
-from .manifest import CheckpointError
+from .content import check_state
+from .manifest import CheckpointError, damage
 from .not_plain import NotPlainError, not_plain
 from .publish import writing_file
-from .single_file import OURS, wrong_in
-from .state_tree import NAMES, all_by_name, join, like, mapped, split, to_lightning
+from .single_file import HEAD, OURS, check_archive, wrong_in
+from .state_tree import NAMES, all_by_name, excess, join, like, mapped, split, to_lightning
 from .strided_shards import reading_plan
 
-__all__ = ["names_in", "part_of", "read_file", "refusal_of", "whole_checkpoint", "whole_tensors", "write_file"]
+__all__ = [
+    "check_file_state",
+    "load_archive",
+    "names_in",
+    "part_of",
+    "read_file",
+    "refusal_of",
+    "whole_checkpoint",
+    "whole_tensors",
+    "write_file",
+]
 
 
 _NOT_OURS = ".safetensors"
 """Extension of the paths that torch.load opens as safetensors files; of a stream it checks the content instead."""
+
+_MANY_VALUES = 100_000
+_MANY_BYTES = 1 << 26
+"""What even a small file may describe: lists that are in it several times, and tensors that repeat their elements."""
 
 
 def write_file(checkpoint: dict[str, Any], path: str) -> None:
@@ -53,16 +70,63 @@ def read_file(path: str | os.PathLike[str], weights_only: bool | None = None, *,
         lazily: map the file and read tensors at first access; the file must not change while any of them exists.
 
     Raises:
+        CheckpointError: it is no checkpoint, or its content is damaged.
         NotPlainError: the file has objects that `weights_only` does not allow.
     """
     fs, fs_path = resolve(path)
+    is_local = isinstance(fs, LocalFileSystem)
+    with open_plain(fs_path) if is_local else fs.open(fs_path, "rb") as stream:
+        is_mapped = lazily and is_local and not fs_path.endswith(_NOT_OURS)
+        checkpoint = load_archive(stream, path, weights_only, mapped_path=fs_path if is_mapped else None)
+    check_file_state(checkpoint, path)
+    return checkpoint
+
+
+def check_file_state(checkpoint: Any, path: object) -> None:
+    """Checks the content of a checkpoint that is one file, of the engine's or of Lightning's.
+
+    Raises:
+        CheckpointError: the first field that is wrong, and what it should be.
+    """
+    if type(checkpoint) is not dict:
+        raise CheckpointError(f"{path} is no checkpoint: it holds a {type(checkpoint).__name__}.")
+    own = checkpoint.get(OURS)
     try:
-        if lazily and isinstance(fs, LocalFileSystem) and not fs_path.endswith(_NOT_OURS):
-            return torch.load(fs_path, map_location="cpu", weights_only=weights_only, mmap=True)
-        with fs.open(fs_path, "rb") as stream:
-            return torch.load(stream, map_location="cpu", weights_only=weights_only)
+        check_state(checkpoint, own.get("ranks") if type(own) is dict else None, None)
+    except CheckpointError as error:
+        raise damage(path, str(error)) from None
+
+
+def load_archive(stream: Any, path: object, weights_only: bool | None, *, mapped_path: str | None = None) -> Any:
+    """Loads an open file of `torch.save`: memory and time are bounded by its size.
+
+    Args:
+        stream: the file, at any position.
+        path: its name, for error messages.
+        weights_only: as for `torch.load`.
+        mapped_path: the local path of the file, to map it instead of reading its tensors.
+
+    Raises:
+        CheckpointError: it describes more than it holds.
+        NotPlainError: it has objects that `weights_only` does not allow.
+    """
+    name = os.path.basename(str(path))
+    size = pickled_bytes = stream.seek(0, os.SEEK_END)
+    stream.seek(0)
+    try:
+        if stream.read(len(HEAD)) == HEAD:  # older files of torch.save are one pickle
+            pickled_bytes = check_archive(stream).file_size
+    except (zipfile.BadZipFile, ValueError) as error:
+        raise CheckpointError(f"{name} can't be read: {error}") from None
+    stream.seek(0)
+    try:
+        source = stream if mapped_path is None else mapped_path
+        value = torch.load(source, map_location="cpu", weights_only=weights_only, mmap=mapped_path is not None)
     except pickle.UnpicklingError as refused:
         raise NotPlainError.for_path(path, refused) from None
+    if wrong := excess(value, max(_MANY_VALUES, 4 * pickled_bytes), size + _MANY_BYTES):
+        raise CheckpointError(f"{name} {wrong}")
+    return value
 
 
 def refusal_of(checkpoint: dict[str, Any]) -> str | None:
@@ -96,8 +160,6 @@ def whole_checkpoint(path: str, weights_only: bool | None, *, lazily: bool = Fal
         if isinstance(error, CheckpointError) or weights_only is False:
             raise
         raise CheckpointError(f"The checkpoint {path} is damaged: {str(error).splitlines()[0][:300]}") from error
-    if type(checkpoint) is not dict:
-        raise CheckpointError(f"{path} is no checkpoint: it holds a {type(checkpoint).__name__}.")
     return _by_names(checkpoint, names_in(checkpoint) or [])
 
 
@@ -108,15 +170,14 @@ def whole_tensors(path: str) -> tuple[dict[str, Any], list[Any], dict[str, Tenso
         CheckpointError: the file is damaged, or could run code when opened.
     """
     checkpoint = whole_checkpoint(path, True, lazily=True)
-    ranks = checkpoint[OURS].pop("ranks", [])
+    ranks = checkpoint.get(OURS, {}).pop("ranks", [])
     tensors, rest = split(checkpoint)
     return rest, ranks or [{}], tensors
 
 
 def names_in(checkpoint: dict[str, Any]) -> list[list[str]] | None:
     """Returns the parameter names of each optimizer; None if the file has no names, like a stock Lightning file."""
-    engine_state = checkpoint.get(OURS)
-    names = engine_state.get(NAMES) if isinstance(engine_state, dict) else None
+    names = checkpoint.get(OURS, {}).get(NAMES)
     return names if names is not None and len(names) == len(checkpoint.get("optimizer_states", [])) else None
 
 

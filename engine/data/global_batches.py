@@ -62,8 +62,13 @@ class GlobalBatches(Sampler[list[Any]]):
 
     def _count_cuts(self) -> None:
         self._per_step = self._num_cuts(self.size)
-        self._of_full = [self._samples_of(self.size, self._per_step, cut) for cut in range(self._per_step)]
-        """The samples of each micro-batch of a full global batch."""
+        self._of_full: list[Samples] = []
+
+    def _of_full_batch(self, cut: int) -> Samples:
+        """Returns the samples of a micro-batch of a full global batch; counted when the data has one: see `size`."""
+        if not self._of_full:
+            self._of_full = [self._samples_of(self.size, self._per_step, i) for i in range(self._per_step)]
+        return self._of_full[cut]
 
     @property
     def per_step(self) -> int:
@@ -85,7 +90,7 @@ class GlobalBatches(Sampler[list[Any]]):
         window, cut = divmod(index - order.num_done, self._per_step)
         left = len(order.sampler) - order.start - window * full  # type: ignore[arg-type]
         if left >= full:
-            return self._of_full[cut]
+            return self._of_full_batch(cut)
         return self._samples_of(left, self._num_cuts(left), cut)
 
     def counter(self) -> Callable[[int], Samples]:
@@ -97,7 +102,7 @@ class GlobalBatches(Sampler[list[Any]]):
     def _samples_in_pass(self, first: int, num_full: int, index: int) -> Samples:
         """Returns `samples(index)`; the `num_full` micro-batches from `first` on belong to full global batches."""
         at = index - first
-        return self._of_full[at % self._per_step] if at < num_full else self.samples(index)
+        return self._of_full_batch(at % self._per_step) if at < num_full else self.samples(index)
 
     def _samples_of(self, size: int, num_cuts: int, cut: int) -> Samples:
         """Counts the samples of one of `num_cuts` micro-batches of a global batch of `size` samples."""

@@ -154,11 +154,12 @@ def show(verdict: Verdict, console: Console) -> None:
     console.print(
         f"{kind} on {info.device}: {figures.num_steps} steps of {1e3 * figures.step_s:.3g} ms, without the first ones",
         highlight=False,
+        markup=False,
     )
     if rates := rate_text(figures):
-        console.print(f"on each device: {rates}", highlight=False)
+        console.print(f"on each device: {rates}", highlight=False, markup=False)
     for caveat in verdict.caveats:
-        console.print(f"[yellow]Note[/]: {caveat}", highlight=False)
+        console.print(Text.assemble(("Note", "yellow"), f": {caveat}"))
     for number, finding in enumerate(verdict.findings, start=1):
         gain = "" if finding.gain is None else f" [green](up to {finding.gain:.0%} less time)[/]"
         console.print(f"\n[bold red]{number}. {finding.cause}[/]{gain}", highlight=False)

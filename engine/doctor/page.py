@@ -4,8 +4,8 @@ It has the verdict, the shares, the times of steps, a time line, communication b
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from html import escape
 
+from ..foreign import for_html
 from ..phases import EXPOSED
 from .interval import Interval
 from .page_communication import communication
@@ -65,21 +65,21 @@ def page(run: Run, verdict: Verdict) -> str:
     if not figures.totals:
         return _document("<h1>Doctor</h1><p>No step was measured.</p>")
     info = figures.info
-    sizes = " &times; ".join(f"{escape(axis)}={size}" for axis, size in info.layout.items() if size > 1)
+    sizes = " &times; ".join(f"{for_html(axis)}={size}" for axis, size in info.layout.items() if size > 1)
     head = (
-        f"<h1>{escape(info.strategy)} on {escape(info.device)}{f', {sizes}' if sizes else ''}</h1>"
+        f"<h1>{for_html(info.strategy)} on {for_html(info.device)}{f', {sizes}' if sizes else ''}</h1>"
         f'<p class="soft">{figures.num_steps:,} steps of {1e3 * figures.step_s:.3g} ms on {len(figures.totals)} ranks,'
         " without the first ones</p>"
     )
     if rates := rate_text(figures):
-        head += f'<p class="soft">on each device: {escape(rates)}</p>'
+        head += f'<p class="soft">on each device: {for_html(rates)}</p>'
     shares = {phase: share for phase, share in figures.mean_shares().items() if share >= _SHOWN_SHARE}
     legend = "".join(f'<span><i style="background:{_COLORS[p]}"></i>{name(p)} {shares[p]:.1%}</span>' for p in shares)
     parts = [
         head,
         *_findings(verdict),
         f'<h2>Where the time went</h2><p class="legend">{legend}</p>',
-        *(f'<p class="soft">rank {rank} ({escape(run.ranks[rank].host)})</p>{_bands(run.intervals[rank])}'
+        *(f'<p class="soft">rank {rank} ({for_html(run.ranks[rank].host)})</p>{_bands(run.intervals[rank])}'
           for rank in _few(sorted(figures.totals))),
         f"<h2>Time of a step, by rank</h2>{_heat(run)}",
         *_time_line(run),
@@ -101,14 +101,14 @@ def _document(body: str) -> str:
 
 def _findings(verdict: Verdict) -> Iterable[str]:
     for caveat in verdict.caveats:
-        yield f'<p class="soft">Note: {escape(caveat)}</p>'
+        yield f'<p class="soft">Note: {for_html(caveat)}</p>'
     if not verdict.findings and not verdict.caveats:
         yield '<div class="finding fine"><b>Nothing stands out</b></div>'
     for finding in verdict.findings:
         gain = "" if finding.gain is None else f'<span class="gain">up to {finding.gain:.0%} less time</span>'
         yield (
-            f'<div class="finding">{gain}<b>{escape(name(finding.cause))}</b><br>{escape(finding.evidence)}'
-            f"<code>{escape(finding.remedy)}</code></div>"
+            f'<div class="finding">{gain}<b>{for_html(name(finding.cause))}</b><br>{for_html(finding.evidence)}'
+            f"<code>{for_html(finding.remedy)}</code></div>"
         )
 
 
@@ -277,7 +277,7 @@ def _model_memory(run: Run) -> Iterable[str]:
     kinds = list(dict.fromkeys(kind for parts in by_rank.values() for kind in parts))
     if not kinds:
         return
-    head = "".join(f"<th>{escape(kind)}</th>" for kind in kinds)
+    head = "".join(f"<th>{for_html(kind)}</th>" for kind in kinds)
     rows = "".join(
         f"<tr><td>{rank}</td>{''.join(f'<td>{parts.get(kind, 0.0):,.4g}</td>' for kind in kinds)}</tr>"
         for rank, parts in by_rank.items()

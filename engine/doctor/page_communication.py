@@ -1,9 +1,9 @@
 """The part of the page about communication: the bytes of a step by operation, and the rates of the links."""
 
 from collections.abc import Iterable
-from html import escape
 from statistics import mean
 
+from ..foreign import for_html
 from .figures import Figures
 from .rules.network import link_use
 
@@ -21,14 +21,14 @@ def communication(figures: Figures) -> Iterable[str]:
     rows = {name: [mean(calls.get(name, {}).get(unit, 0.0) for calls in by_rank) for unit in ("calls", "sent_mb")]
             for name in names}  # fmt: skip
     most = max((mb for _, mb in rows.values()), default=0.0) or 1.0
-    yield f'<h2>Communication by operation</h2><p class="soft">{escape(_about(figures))}</p>'
+    yield f'<h2>Communication by operation</h2><p class="soft">{for_html(_about(figures))}</p>'
     for name, (calls, mb) in sorted(rows.items(), key=lambda row: -row[1][1]):
         bar = f'<rect x="0" y="0" width="{1000 * mb / most:.5g}" height="1" fill="{_COLOR}"/>'
         number = "1 call" if calls == 1 else f"{calls:,.3g} calls"
         yield (
-            f'<div class="row operation"><span class="soft">{escape(name)}</span><svg viewBox="0 0 1000 1"'
+            f'<div class="row operation"><span class="soft">{for_html(name)}</span><svg viewBox="0 0 1000 1"'
             f' preserveAspectRatio="none" style="height:20px; background:var(--card)" role="img"'
-            f' aria-label="{escape(name)}">{bar}</svg><span class="soft">{number}, {_size(mb)}</span></div>'
+            f' aria-label="{for_html(name)}">{bar}</svg><span class="soft">{number}, {_size(mb)}</span></div>'
         )
     yield from _links(figures)
 

@@ -8,9 +8,13 @@ import dataclasses
 import json
 import os
 from collections.abc import Iterable, Mapping
-from typing import Any
+from functools import cache
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
-from ..phases import exposed_s, tell_wait
+from ..foreign import for_terminal, open_new, open_plain
+from ..phases import PHASES, exposed_s, tell_wait
+from ..typed import Range, problem
 from .interval import SCHEMA, Interval, RankInfo
 
 __all__ = [
@@ -23,6 +27,28 @@ __all__ = [
 
 MAX_INTERVALS = 512
 """Largest number of lines of a rank, without the first; each has about 1 KB."""
+
+_MOST_BYTES = 1 << 26
+_MOST_RANKS = 1 << 20
+_MOST = 1e18
+"""Larger numbers in a file are no measurements."""
+
+
+def _has_only_phases(seconds: dict[str, Any]) -> str | None:
+    return None if seconds.keys() <= {*PHASES} else "has an unknown phase"
+
+
+_NUMBER = Annotated[int | float, Range(-_MOST, _MOST)]
+_OF_RANK: dict[str, Any] = {
+    "rank": Annotated[int, Range(0, _MOST_RANKS)],
+    "world_size": Annotated[int, Range(1, _MOST_RANKS)],
+    "local_ranks": Annotated[int, Range(1, _MOST_RANKS)],
+}
+_OF_INTERVAL: dict[str, Any] = {
+    "num_steps": Annotated[int, Range(1, _MOST)],
+    "wall_s": Annotated[int | float, Range(1e-9, _MOST)],
+    "seconds": Annotated[dict[str, _NUMBER], _has_only_phases],
+}
 
 
 def compact(intervals: list[Interval]) -> list[Interval]:
@@ -79,7 +105,7 @@ def _separate_waits(by_rank: Mapping[int, list[Interval]]) -> dict[int, list[Int
 def write_rank(path: str, info: RankInfo, intervals: Iterable[Interval]) -> None:
     """Writes all records of a rank to a temporary file, and renames it to `path`."""
     beside = f"{path}.new"
-    with open(beside, "w") as file:
+    with open_new(beside) as file:
         file.write(json.dumps({"kind": "rank", **vars(info)}) + "\n")
         file.writelines(f"{interval.line()}\n" for interval in intervals)
     os.replace(beside, path)
@@ -114,23 +140,62 @@ def _run(parts: Iterable[tuple[RankInfo, list[Interval]]]) -> Run:
 
 
 def _read_rank(path: str) -> tuple[RankInfo, list[Interval]]:
-    with open(path) as file:
-        lines = file.read().splitlines()
+    with open_plain(path) as file:
+        content = file.read(_MOST_BYTES + 1)
+    if len(content) > _MOST_BYTES:
+        raise ValueError(f"{path!r} has more than {_MOST_BYTES} bytes.")
+    lines = content.decode(errors="replace").splitlines()
     records = []
     for number, line in enumerate(lines, start=1):
         try:
             records.append(json.loads(line))
-        except ValueError:
+        except (ValueError, RecursionError):
             if number == len(lines) > 1:
                 break  # the rank ended while it wrote
             raise ValueError(f"line {number} of {path!r} is no JSON.") from None
-    if not records or records[0].get("kind") != "rank":
+    if not records or type(records[0]) is not dict or records[0].get("kind") != "rank":
         raise ValueError(f"{path!r} does not begin with what a rank says of itself.")
     if records[0].get("schema") != SCHEMA:
         raise ValueError(f"{path!r} is of schema {records[0].get('schema')}, and this version reads {SCHEMA}.")
-    return _of(RankInfo, records[0]), [_of(Interval, record) for record in records[1:]]
+    return _of(RankInfo, records[0], path, 1), [_of(Interval, r, path, n) for n, r in enumerate(records[1:], start=2)]
 
 
-def _of(kind: Any, record: dict[str, Any]) -> Any:
-    names = {field.name for field in dataclasses.fields(kind)}
-    return kind(**{name: value for name, value in record.items() if name in names})
+def _of(kind: Any, record: Any, path: str, number: int) -> Any:
+    """Returns a line of a file as an object, whose fields have their types and ranges."""
+    wrong = problem(record, dict[str, Any], "it")
+    fields = {} if wrong else {field.name: field for field in dataclasses.fields(kind) if field.name in record}
+    types = _types(kind)
+    for name in fields:
+        wrong = wrong or problem(record[name], types[name], name)
+    missing = [f.name for f in dataclasses.fields(kind) if f.default is f.default_factory is dataclasses.MISSING]
+    wrong = wrong or next((f"it has no {name}" for name in missing if name not in record), None)
+    if wrong:
+        raise ValueError(f"line {number} of {path!r} is no record of the doctor's: {wrong}.")
+    return kind(**{name: _shown(record[name]) for name in fields})
+
+
+def _shown(value: Any) -> Any:
+    """Returns a nested value whose texts are no commands for a terminal."""
+    if isinstance(value, dict):
+        return {for_terminal(key): _shown(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_shown(item) for item in value]
+    return for_terminal(value) if isinstance(value, str) else value
+
+
+@cache
+def _types(kind: Any) -> dict[str, Any]:
+    """Returns the type of each field: a number may be whole, is finite, and is not negative where it counts."""
+    types = {name: _with_ranges(hint) for name, hint in get_type_hints(kind).items()}
+    own = _OF_RANK if kind is RankInfo else _OF_INTERVAL
+    return {**types, **own}
+
+
+def _with_ranges(hint: Any) -> Any:
+    if hint is float:
+        return _NUMBER
+    if hint is int:
+        return Annotated[int, Range(-_MOST, _MOST)]
+    parts = tuple(map(_with_ranges, get_args(hint)))
+    origin = Union if get_origin(hint) is UnionType else get_origin(hint)
+    return origin[parts] if parts else hint

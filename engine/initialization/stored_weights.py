@@ -24,12 +24,15 @@ from torch.overrides import TorchFunctionMode
 from ..attachments import swap
 from ..checkpoint.strided_shards import Blocks
 from ..flags import did_you_mean
+from ..foreign import open_plain
+from ..typed import problem
 from .stored_names import names_of_transformers
 
 __all__ = ["check_stored", "is_stored", "make_room", "read_stored", "read_weights"]
 
 _MARKS = "_stored_tensors"
 """Attribute of a module: where its own tensors are stored, by their keys."""
+_INDEX_MOST_BYTES = 1 << 28
 _Module = TypeVar("_Module", bound=nn.Module)
 
 
@@ -227,10 +230,12 @@ def _places(folder: Path) -> Iterator[tuple[str, _Place]]:
     """
     for path, names in _files(folder).items():
         try:
+            with open_plain(str(path)):  # which safetensors does not ask, and would wait for a pipe's writer
+                pass
             with safe_open(path, framework="pt") as file:
                 keys = list(file.keys())
                 shapes = {key: tuple(file.get_slice(key).get_shape()) for key in keys}
-        except (SafetensorError, OSError) as error:
+        except (SafetensorError, OSError, ValueError) as error:
             raise ValueError(f"{path} can't be read as a safetensors file: {error}") from error
         for key in keys if names is None else sorted(names):
             if key not in shapes:
@@ -258,9 +263,16 @@ def _files(folder: Path) -> dict[Path, set[str] | None]:
     if not indices:
         return {files[0]: None}
     of_file: dict[Path, set[str] | None] = {}
-    index = json.loads(indices[0].read_text())
-    names = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(names, dict):
+    try:
+        with open_plain(str(indices[0])) as file:  # often a link, in a cache
+            content = file.read(_INDEX_MOST_BYTES + 1)
+        if len(content) > _INDEX_MOST_BYTES:
+            raise ValueError(f"it has more than {_INDEX_MOST_BYTES} bytes")
+        index = json.loads(content)
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{indices[0]} can't be read: {error}") from None
+    names: Any = index.get("weight_map") if isinstance(index, dict) else None
+    if problem(names, dict[str, str], "weight_map"):
         raise ValueError(f"{indices[0]} has no 'weight_map' of keys and files: it is no index of safetensors files.")
     for key, file_name in names.items():
         if os.path.basename(file_name) != file_name:

@@ -10,7 +10,9 @@ from typing import Any
 import lightning
 import torch
 from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
 
+from ..foreign import open_new
 from ..version import __version__
 from .advice import what_to_do
 from .flight_recorder import describe_differences, mismatches
@@ -92,11 +94,11 @@ class Report:
         try:
             files, path = url_to_fs(self._folder)
             files.makedirs(path, exist_ok=True)
-            with files.open(f"{path}/{self._name}.part", "w") as stream:
+            fresh = f"{path}/{self._name}.part"
+            is_local = isinstance(files, LocalFileSystem)
+            with open_new(fresh) if is_local else files.open(fresh, "w") as stream:
                 json.dump(self._content, stream, indent=2, default=str)
-            files.mv(
-                f"{path}/{self._name}.part", f"{path}/{self._name}"
-            )  # atomically, since this process may be killed meanwhile
+            files.mv(fresh, f"{path}/{self._name}")  # atomically, since this process may be killed meanwhile
         except Exception as error:  # a problem with the report must not hide the failure
             self.where = f"not written: {type(error).__name__}: {error}"
         return self.where

@@ -180,13 +180,16 @@ class CheckpointConnector(SavingConnector):  # Lightning: Trainer._checkpoint_co
             for problem in seen.problems if seen.candidates else []:
                 rank_zero_warn(f"{problem} It is skipped.")
             failures: list[str] = []
+            damaged: list[str] = []
             for path in seen.candidates:
                 try:
                     self._open(path, weights_only)
-                except CheckpointError as damage:
-                    failures.append(str(damage))
-                    rank_zero_warn(f"{damage} An older one is used, if there is one.")
+                except CheckpointError as error:
+                    failures.append(str(error))
+                    damaged += [path] if error.is_damage else []
+                    rank_zero_warn(f"{error} An older one is used, if there is one.")
                     continue
+                self.history.set_aside(damaged)
                 rank_zero_info(f"resume='auto': continues from {path}")
                 return True
         else:

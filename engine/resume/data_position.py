@@ -213,7 +213,7 @@ class DataPosition:
             for loader in loaders
         ]
         for state, draws in zip(states, self.draws.states(), strict=True):
-            state.update({"own": draws} if draws else {})
+            state["own"] = draws
         return {
             "world_size": self.trainer.data_size,
             "batches": batches,
@@ -244,9 +244,8 @@ class DataPosition:
         position.cycles = mode == "max_size_cycle" and not isinstance(loader, UnevenTrainLoader)
         state = position.state_dict(epoch, batches, begins=begins)
         workers = loader.workers if isinstance(loader, WithWorkers) else getattr(position.watched, "workers", None)
-        return (
-            state if workers is None else {**state, "workers": workers.state_after(epoch, batches - position.batches)}
-        )
+        of_workers = None if workers is None else workers.state_after(epoch, batches - position.batches)
+        return {**state, "workers": of_workers}
 
     def load_state_dict(self, states: list[dict[str, Any]], *, are_new: bool = False) -> bool:
         """Sets the positions at which the loaders that are prepared next begin.

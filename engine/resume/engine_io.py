@@ -8,7 +8,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from ..checkpoint import AsyncCheckpointer, is_checkpoint, is_directory, load_checkpoint, read_manifest
 from ..checkpoint.ownership import is_torch_file, path_status
 from ..checkpoint.single_file import MANIFEST_KEY, OURS
-from ..checkpoint.whole import read_file, refusal_of, write_file
+from ..checkpoint.whole import check_file_state, read_file, refusal_of, write_file
 from ..distributed.object_group import num_ranks
 
 __all__ = ["EngineIO"]
@@ -47,7 +47,9 @@ class EngineIO(TorchCheckpointIO):
             return load_checkpoint(path, weights_only=weights_only)
         if is_checkpoint(path):
             return read_file(path, weights_only, lazily=num_ranks() > 1)  # each rank reads only its part
-        return super().load_checkpoint(path, map_location or (lambda storage, _: storage), weights_only)
+        checkpoint = super().load_checkpoint(path, map_location or (lambda storage, _: storage), weights_only)
+        check_file_state(checkpoint, path)
+        return checkpoint
 
     def remove_checkpoint(self, path: Any) -> None:
         """Removes a file or a directory; the engine's own checkpoints only when the save in flight has succeeded."""

@@ -4,6 +4,9 @@ The module's hooks do not see the engine's own entry of a checkpoint, as when a 
 """
 
 import io
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +14,71 @@ import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.core import saving
 
-from ..checkpoint import is_directory, load_checkpoint
+from ..checkpoint import CheckpointError, is_directory, load_checkpoint
 from ..checkpoint.single_file import OURS
 
 __all__: list[str] = []
+
+_HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters", *saving.CHECKPOINT_PAST_HPARAMS_KEYS)
 
 _load_file = saving.pl_load  # Lightning: `_load_from_checkpoint` opens every path with it
 
 
 def _load(path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
     checkpoint = _opened(path, map_location, weights_only)
+    if weights_only is not False and isinstance(checkpoint, dict):
+        for name in _HYPER_PARAMETERS:
+            if isinstance(checkpoint.get(name), dict):
+                _refuse_imports(checkpoint[name], path)
     if isinstance(checkpoint, dict):
         checkpoint.pop(OURS, None)
     return checkpoint
+
+
+def _refuse_imports(values: dict[str, Any], path: Any) -> None:
+    """Checks that hyper-parameters from which Lightning instantiates a module name no code that it would import.
+
+    Which of these classes it instantiates, the annotations of the module's arguments say.
+
+    Raises:
+        CheckpointError: names what is not imported yet, or no function of Lightning's.
+    """
+    if "_instantiator" not in values:
+        return  # they are passed as they are
+    if values["_instantiator"] not in saving._ALLOWED_INSTANTIATORS:
+        raise CheckpointError(f"The checkpoint {path} asks for {values['_instantiator']!r:.100}, which is not called.")
+    for name in _texts({key: value for key, value in values.items() if key != "_instantiator"}):
+        parts = name.split(".")
+        if len(parts) < 2 or not all(map(str.isidentifier, parts)) or _is_imported(parts):
+            continue
+        if parts[0] in sys.modules or find_spec(parts[0]) is not None:
+            raise CheckpointError(
+                f"The hyper-parameters of the checkpoint {path} name {name}, which is not imported: a checkpoint"
+                " imports nothing. Import its module first, or pass weights_only=False if you trust the file."
+            )
+
+
+def _is_imported(parts: list[str]) -> bool:
+    """Whether a class, or a method of one, can be looked up without an import."""
+    for end in (len(parts) - 1, len(parts) - 2):
+        found: Any = sys.modules.get(".".join(parts[:end]))
+        for part in parts[end:]:
+            found = vars(found).get(part) if hasattr(found, "__dict__") else None
+        if found is not None:
+            return True
+    return False
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _texts(key)
+            yield from _texts(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _texts(item)
+    elif isinstance(value, str):
+        yield value
 
 
 def _opened(path: Any, map_location: Any, weights_only: bool | None) -> Any:

@@ -6,12 +6,13 @@ Rank 0 reads all of it from the folder of snapshots, once, at the start of a run
 import os
 from typing import Any, NamedTuple
 
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from ..checkpoint import AsyncCheckpointer, CheckpointError, Manifest
 from ..checkpoint.checked_io import resolve
 from ..checkpoint.lineage import Ledger, RunId, Snapshot, begin_run, free_suffix
 from ..checkpoint.ownership import path_status
+from ..checkpoint.publish import set_aside
 from ..checkpoint.retention import Entry, list_entries
 from ..checkpoint.run_record import RunRecord, read_record, write_record
 
@@ -109,6 +110,15 @@ class RunHistory:
         config = self._trainer.config.as_plain
         self._record = RunRecord(self.run.id, self.run.lineage, bool(steps), newest, batches, tuple(loggers), config)
         write_record(self._folder, self._trainer.default_root_dir, self._record)
+
+    def set_aside(self, paths: list[str]) -> None:
+        """Renames damaged checkpoints, which then count no longer; called by all ranks, before `begin`."""
+        if not self._trainer.is_global_zero:
+            return
+        for path in paths:
+            if (note := set_aside(path)) is not None:
+                self._entries = [entry for entry in self._entries if entry.path != path]
+                rank_zero_warn(note)
 
     # --- while it saves
 

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from .._compat.lightning import _CheckpointConnector
 from ..checkpoint import NAMES, AsyncCheckpointer, CheckpointError, get_random_state
+from ..checkpoint.content import VERSION
 from ..checkpoint.manifest import Kind, Manifest, manifest_bytes
 from ..checkpoint.publish import check_may_replace, update_link
 from ..checkpoint.single_file import MANIFEST_KEY, MOST_TEXT_BYTES, OURS
@@ -311,6 +312,7 @@ class SavingConnector(_CheckpointConnector):
         """Returns the engine's own state; called by all ranks."""
         trainer = self.trainer
         state = {
+            "version": VERSION,
             "between_epochs": self._between_epochs,
             "between_steps": trainer.fit_loop.epoch_loop.is_between_steps or self._is_cut_short,
             "cut_short": self._is_cut_short,

@@ -66,7 +66,7 @@ class TreeBroadcast:
         form, tensors = flatten_tree(value)
         content = self._broadcast_form(pickle.dumps(form) if self._is_source else b"")
         if not self._is_source:
-            form = pickle.loads(content)  # noqa: S301  # what a rank of this job has just pickled
+            form = pickle.loads(content)  # noqa: S301  # from a rank of this job: see docs/security.md, What is unpickled
             tensors = []
         slots: dict[torch.dtype, list[TensorSlot]] = defaultdict(list)
         apply_to_collection(form, TensorSlot, lambda slot: slots[slot.dtype].append(slot))

@@ -17,7 +17,7 @@ import pytest
 from polyphase.engine.checkpoint import AsyncCheckpointer, CheckpointError, find, lock, repair
 from polyphase.engine.checkpoint.retention import list_entries, prune
 
-from .sample_checkpoints import about, content, is_whole, saved
+from .sample_checkpoints import about, content, is_whole, rank_state, saved
 
 NUM_KILLS = 20
 KEPT = 3
@@ -28,7 +28,7 @@ def save_for_ever(folder: Path, step: int, has_one_path: bool, tell: Callable[[i
     saver, _ = AsyncCheckpointer(), lock(folder)
     while True:
         path = folder / ("same" if has_one_path else f"step={step}")
-        saver.save(content(step), str(path), about=about(step), of_rank={"seed": step}, link="last")
+        saver.save(content(step), str(path), about=about(step), of_rank=rank_state(step), link="last")
         for old, _ in [] if has_one_path else find(folder)[KEPT - 1 :]:
             saver.remove(old)
         saver.finish()

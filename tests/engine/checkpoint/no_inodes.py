@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from polyphase.engine.checkpoint import AsyncCheckpointer, CheckpointError
 
-from .sample_checkpoints import about, content, is_whole, save
+from .sample_checkpoints import about, content, is_whole, rank_state, save
 
 _OWN_USERS, _OWN_MOUNTS = 0x10000000, 0x00020000
 """Linux's CLONE_NEWUSER and CLONE_NEWNS; `os.unshare` is Python 3.12's."""
@@ -44,7 +44,7 @@ def save_without_inodes(folder: Path) -> Said:
     (folder / "filler1").unlink()  # for the directory, but for no file in it
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        saver.save(content(2), str(folder / "2"), about=about(2), of_rank={})
+        saver.save(content(2), str(folder / "2"), about=about(2), of_rank=rank_state(2))
         saver.finish()
     raised = ""
     try:

@@ -9,18 +9,20 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from lightning.pytorch import Trainer
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.metadata import StorageMeta
 
-from polyphase.engine.checkpoint import AsyncCheckpointer, Manifest, read_manifest
+from polyphase.engine.checkpoint import AsyncCheckpointer, Manifest, get_random_state, read_manifest
 from polyphase.engine.checkpoint.manifest import MANIFEST
 from polyphase.engine.checkpoint.state_tree import split
 
+_RANDOM = get_random_state()
 LARGE = 300_000
 """Elements of a tensor that is taken out of the rest by its size."""
 
 
-def content(step: int) -> dict[str, Any]:
+def content(step: int, world_size: int = 1) -> dict[str, Any]:
     """A dict like Lightning's; every tensor and number in it says its step."""
     weight = torch.full((4, 3), float(step))
     return {
@@ -34,7 +36,7 @@ def content(step: int) -> dict[str, Any]:
             }
         ],
         "lr_schedulers": [{"last_epoch": step}],
-        "loops": {"fit_loop": {"done": step}},
+        "loops": loops(step),
         "callbacks": {"Average": {"large": torch.full((LARGE,), float(step)), "small": torch.tensor(step)}},
         "polyphase": {
             "optimizers": ["AdamW"],
@@ -42,8 +44,30 @@ def content(step: int) -> dict[str, Any]:
             "between_steps": True,
             "in_validation": False,
             "batches": step,
+            "world_size": world_size,
             "accumulate_grad_batches": 1,
+            "accumulation_asked": 1,
         },
+    }
+
+
+def loops(step: int) -> dict[str, Any]:
+    """The state of Lightning's loops after `step` steps."""
+    trainer = Trainer(logger=False, accelerator="cpu", enable_checkpointing=False)
+    loop = trainer.fit_loop
+    loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total.completed = step
+    loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total.ready = step
+    others = {f"{name}_loop": getattr(trainer, f"{name}_loop").state_dict() for name in ("validate", "test", "predict")}
+    return {"fit_loop": loop.state_dict(), **others}
+
+
+def rank_state(step: int) -> dict[str, Any]:
+    """The state that only one rank has."""
+    return {
+        "seed": step,
+        "random": _RANDOM,
+        "data": {"world_size": 1, "batches": step, "loaders": [], "micro_batch_size": None, "sample_seed": None},
+        "compression": {},
     }
 
 
@@ -62,7 +86,7 @@ def save(path: str | os.PathLike[str], step: int = 1, saver: AsyncCheckpointer |
     path = os.fspath(path)
     checkpoint = {**content(step), **changes}
     (saver or AsyncCheckpointer()).save(
-        checkpoint, path, about=about(step), of_rank={"seed": step}, in_background=False
+        checkpoint, path, about=about(step), of_rank=rank_state(step), in_background=False
     )
     return path
 
@@ -81,7 +105,7 @@ def save_format1(path: str | os.PathLike[str], step: int = 1) -> str:
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         dcp.save(tensors, storage_writer=_Writer(path), no_dist=True)
     torch.save(rest, f"{path}/rest.pt")
-    torch.save([{"seed": step}], f"{path}/ranks.pt")
+    torch.save([rank_state(step)], f"{path}/ranks.pt")
     seal(path, {"name": os.path.basename(path), "time": 1.0, **about(step), "format": 1})
     return path
 
@@ -113,6 +137,7 @@ def is_whole(path: str, step: int) -> bool:
     """Whether a checkpoint opens, and its content is that of `step`."""
     found = AsyncCheckpointer().load(path)
     expected = content(step)
+    found["polyphase"]["ranks"] = [{"seed": rank["seed"]} for rank in found["polyphase"]["ranks"]]
     expected["polyphase"]["ranks"] = [{"seed": step}]
     assert read_manifest(path).step == step
     return same(found, expected)

@@ -52,7 +52,7 @@ def test_list_shows_the_newest_first_and_what_is_none(ckpt, folder):
     rows = [line.split("│")[1:-1] for line in lines if line.startswith("│")]
     assert [row[0].strip() for row in rows] == ["step=10", "step=5", "step=1"]
     assert [cell.strip() for cell in rows[0][1:3]] == ["10", "1"]
-    assert rows[0][4].strip() == "1.2 MB"
+    assert rows[0][4].strip() == "1.22 MB"
     assert rows[0][5].strip() == "one process"
     assert f"torch {torch.__version__}" in rows[0][6]
     assert lines[-2:] == [

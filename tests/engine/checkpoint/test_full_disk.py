@@ -12,7 +12,7 @@ from polyphase.engine.checkpoint.export import export
 
 from ...distributed import in_a_fork
 from .no_inodes import save_without_inodes
-from .sample_checkpoints import about, content, is_whole, save
+from .sample_checkpoints import about, content, is_whole, rank_state, save
 
 ROOM_BYTES = 500_000
 
@@ -38,7 +38,7 @@ def test_in_the_background_it_warns_and_the_previous_one_is_whole(tmp_path, name
     save(tmp_path / "1", 1, saver)
     says = rf"{name} could not be saved: .*File too large.* The newest checkpoint is \S+/1; training continues"
     with little_room():
-        saver.save({**content(2), **large}, str(tmp_path / name), about=about(2), of_rank={})
+        saver.save({**content(2), **large}, str(tmp_path / name), about=about(2), of_rank=rank_state(2))
         with pytest.warns(RuntimeWarning, match=says):
             saver.finish()
     assert os.listdir(tmp_path) == ["1"]

@@ -13,7 +13,7 @@ from polyphase.engine.checkpoint.ownership import is_torch_file, path_status
 from polyphase.engine.checkpoint.publish import begin, publish, remove
 from polyphase.engine.resume.engine_io import EngineIO
 
-from .sample_checkpoints import about, content, is_whole, manifest, save, save_format1, seal
+from .sample_checkpoints import about, content, is_whole, manifest, rank_state, save, save_format1, seal
 
 
 def thesis(folder: Path) -> Path:
@@ -145,7 +145,7 @@ def test_a_damaged_checkpoint_at_a_url_is_moved_aside_and_an_unfinished_one_remo
 def test_in_the_background_it_is_said_too(tmp_path):
     saver = AsyncCheckpointer()
     thesis(tmp_path / "x")
-    saver.save(content(1), str(tmp_path / "x"), about=about(1), of_rank={})
+    saver.save(content(1), str(tmp_path / "x"), about=about(1), of_rank=rank_state(1))
     with pytest.warns(RuntimeWarning, match=r"could not be saved: \S+/x is a folder that holds thesis\.tex"):
         saver.finish()
     assert os.listdir(tmp_path) == ["x"]
@@ -174,7 +174,7 @@ def test_what_a_newer_version_has_left_stays(tmp_path):
 def test_last_that_is_a_folder_stays_and_the_save_succeeds(tmp_path):
     thesis(tmp_path / "last")
     saver = AsyncCheckpointer()
-    saver.save(content(1), str(tmp_path / "x"), about=about(1), of_rank={"seed": 1}, link="last")
+    saver.save(content(1), str(tmp_path / "x"), about=about(1), of_rank=rank_state(1), link="last")
     with pytest.warns(UserWarning, match="last is no link, so it is left unchanged"):
         saver.finish()
     assert saver.newest == str(tmp_path / "x")

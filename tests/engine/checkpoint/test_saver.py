@@ -12,12 +12,12 @@ from polyphase.engine.checkpoint import NAMES, AsyncCheckpointer, CheckpointErro
 from polyphase.engine.checkpoint.publish import MANIFEST
 from polyphase.engine.checkpoint.rng import get_random_state
 
-from .sample_checkpoints import about, content, is_whole, same, save
+from .sample_checkpoints import about, content, is_whole, rank_state, same, save
 
 
 def start(saver: AsyncCheckpointer, path: Path, step: int = 1, **checkpoint) -> None:
     """Begins a save in the background."""
-    saver.save({**content(step), **checkpoint}, str(path), about=about(step), of_rank={"seed": step})
+    saver.save({**content(step), **checkpoint}, str(path), about=about(step), of_rank=rank_state(step))
 
 
 def saving() -> list[threading.Thread]:
@@ -45,7 +45,7 @@ def overwrite(checkpoint: dict) -> None:
 def test_the_state_is_that_of_its_step_whatever_happens_next(tmp_path):
     saver = AsyncCheckpointer()
     for step in range(1, 9):
-        checkpoint, of_rank = content(step), {"seed": step}
+        checkpoint, of_rank = content(step), rank_state(step)
         saver.save(checkpoint, str(tmp_path / f"{step}"), about=about(step), of_rank=of_rank)
         overwrite(checkpoint)
         overwrite(of_rank)
@@ -133,7 +133,7 @@ def test_there_is_one_save_at_a_time(tmp_path):
 def test_the_link_is_set_when_the_checkpoint_is_there(tmp_path):
     saver = AsyncCheckpointer()
     for step in (1, 2):
-        saver.save(content(step), str(tmp_path / f"{step}"), about=about(step), of_rank={"seed": step}, link="last")
+        saver.save(content(step), str(tmp_path / f"{step}"), about=about(step), of_rank=rank_state(step), link="last")
         saver.finish()
         assert os.readlink(tmp_path / "last") == f"{step}"
 

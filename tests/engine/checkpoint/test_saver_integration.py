@@ -19,7 +19,7 @@ from polyphase.engine.checkpoint import AsyncCheckpointer, CheckpointError, find
 from polyphase.engine.distributed.object_group import ObjectGroup
 from tests.distributed import run_ranks
 
-from .sample_checkpoints import LARGE, about, content, same, save
+from .sample_checkpoints import LARGE, about, content, rank_state, same, save
 
 
 def net() -> nn.Module:
@@ -61,7 +61,12 @@ def template_of(model: nn.Module) -> Callable[[str], Tensor | None]:
 
 def of_rank(rank: int) -> dict[str, Any]:
     """A number, a small tensor (of a large buffer) and a large one, of which only this rank knows."""
-    return {"seed": rank, "small": torch.full((LARGE,), rank)[:2], "residual": torch.full((LARGE,), 0.5 + rank)}
+    return {
+        **rank_state(1),
+        "seed": rank,
+        "small": torch.full((LARGE,), rank)[:2],
+        "residual": torch.full((LARGE,), 0.5 + rank),
+    }
 
 
 def save_spread(rank: int, folder: Path) -> None:
@@ -78,7 +83,9 @@ def save_spread(rank: int, folder: Path) -> None:
     mine["optimizer_states"][0]["state"] = {name: states[name] for name in names}
     saver = AsyncCheckpointer()
     spread = frozenset({"optimizer_states"})
-    saver.save({**content(1), **mine}, str(folder / "spread"), about=about(1, 2), of_rank={}, spread=spread)
+    saver.save(
+        {**content(1, 2), **mine}, str(folder / "spread"), about=about(1, 2), of_rank=rank_state(1), spread=spread
+    )
     saver.finish()
     found = saver.load(str(folder / "spread"))
     assert same(found["state_dict"], whole_model["state_dict"]), "all is there for those that want all"
@@ -102,7 +109,7 @@ def save_sharded(rank: int, folder: Path) -> None:
     expected = whole(state)
     for name in ("background", "foreground"):
         saver.save(
-            {**content(1), **state},
+            {**content(1, 2), **state},
             str(folder / name),
             about=about(1, 2),
             of_rank=of_rank(rank),
@@ -170,7 +177,7 @@ def fail_on(rank: int, folder: Path, failing: int, ranks: ObjectGroup | None) ->
     rank_zero_only.rank = rank  # as in ranks that a launcher has started
     saver = AsyncCheckpointer()
     saver.ranks = ranks
-    saver.save(content(1), str(folder / "1"), about=about(1, 2), of_rank={"seed": 1})
+    saver.save(content(1, 2), str(folder / "1"), about=about(1, 2), of_rank=rank_state(1))
     saver.finish()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if rank == failing:
@@ -234,7 +241,7 @@ def test_ranks_meet_when_the_save_in_flight_is_done(tmp_path):
 def save_among_collectives(rank: int, folder: Path) -> None:
     saver, total = AsyncCheckpointer(), torch.zeros(1)
     for step in range(1, 6):
-        saver.save(content(step), str(folder / f"{step}"), about=about(step, 2), of_rank={"seed": step})
+        saver.save(content(step, 2), str(folder / f"{step}"), about=about(step, 2), of_rank=rank_state(step))
         for _ in range(50):  # training's own collectives, meanwhile
             dist.all_reduce(total.fill_(rank + 1.0))
             assert total.item() == 3
@@ -245,4 +252,4 @@ def test_saves_do_not_meet_the_collectives_of_training(tmp_path):
     run_ranks(save_among_collectives, 2, tmp_path, start_method="fork")
     assert [manifest.step for _, manifest in find(tmp_path)] == [5, 4, 3, 2, 1]
     found = AsyncCheckpointer().load(str(tmp_path / "5"))
-    assert found["polyphase"]["ranks"] == [{"seed": 5}] * 2
+    assert [rank["seed"] for rank in found["polyphase"]["ranks"]] == [5, 5]

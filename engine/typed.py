@@ -1,0 +1,122 @@
+"""Checks that a value which was read from a file has a declared type: Python's annotations, with ranges.
+
+A file may come from a stranger, a broken disk or another version. Its content is checked once, where it is opened, and
+everything else may rely on the declaration. Classes are compared exactly: a bool is no int, and a subclass may be
+anything. A value that is shared within the content is checked once, so a check is linear in what the file holds.
+"""
+
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Iterator
+from functools import cache
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from typing_extensions import NotRequired, Required, is_typeddict
+
+__all__ = ["MOST", "Count", "Positive", "Range", "problem"]
+
+MOST = (1 << 62) - 1
+"""The largest whole number that any field may have: sums of two still fit 64 bits."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """The least and the largest value of a number."""
+
+    least: float
+    most: float = MOST
+
+    def __call__(self, value: Any) -> str | None:
+        """Returns what is wrong with `value`, or None."""
+        return None if self.least <= value <= self.most else f"is {_described(value)}"
+
+
+Count = Annotated[int, Range(0)]
+Positive = Annotated[int, Range(1)]
+
+
+def problem(value: Any, expected: Any, where: str) -> str | None:
+    """Returns a description of the first part of `value` that has not the type `expected`; None if all have.
+
+    Args:
+        value: what was read.
+        expected: a class, `Any`, a `Literal`, a union of different classes, a `TypedDict`, `list`, `tuple` or `dict` of
+            these, or `Annotated` with functions that return what is wrong with a value, or None. A `TypedDict` may have
+            more keys.
+        where: name of the value, for the description.
+    """
+    return _problem(value, expected, where, set())
+
+
+def _problem(value: Any, expected: Any, where: str, seen: set[tuple[int, Any]]) -> str | None:
+    if expected is Any:
+        return None
+    origin, parts = get_origin(expected), get_args(expected)
+    if origin in (Required, NotRequired):
+        return _problem(value, parts[0], where, seen)
+    if origin is Annotated:
+        found = _problem(value, parts[0], where, seen)
+        return found or next((f"{where} {wrong}" for rule in parts[1:] if (wrong := rule(value))), None)
+    if origin in (Union, UnionType):
+        part = next((part for part in parts if type(value) in _classes(part)), None)
+        return _problem(value, part, where, seen) if part is not None else _other(value, parts, where)
+    if origin is Literal:
+        is_one = any(type(value) is type(part) and value == part for part in parts)
+        return None if is_one else f"{where} is {_described(value)} in place of {' or '.join(map(repr, parts))}"
+    if type(value) not in _classes(expected):
+        return _other(value, (expected,), where)
+    if (id(value), expected) in seen:  # the content keeps its values alive, so ids stay unique
+        return None
+    seen.add((id(value), expected))
+    if is_typeddict(expected) and (missing := sorted(expected.__required_keys__ - value.keys())):
+        return f"{where} has no {missing[0]}"
+    if origin is tuple and parts[-1] is not ... and len(value) != len(parts):
+        return f"{where} has {len(value)} parts in place of {len(parts)}"
+    found_parts = (_problem(item, kind, name, seen) for name, item, kind in _parts(value, expected, parts, where))
+    return next((found for found in found_parts if found), None)
+
+
+def _parts(value: Any, expected: Any, kinds: tuple[Any, ...], where: str) -> Iterator[tuple[str, Any, Any]]:
+    """Yields the name, the value and the expected type of each part of a container."""
+    if is_typeddict(expected):
+        yield from ((f"{where}.{key}", value[key], kind) for key, kind in _fields(expected).items() if key in value)
+    elif not kinds:
+        return
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield f"a key of {where}", key, kinds[0]
+            yield f"an entry of {where}", item, kinds[1]
+    else:
+        is_record = type(value) is tuple and kinds[-1] is not ...
+        yield from ((f"{where}[{i}]", item, kinds[i if is_record else 0]) for i, item in enumerate(value))
+
+
+@cache
+def _fields(expected: Any) -> dict[str, Any]:
+    return get_type_hints(expected, include_extras=True)
+
+
+@cache
+def _classes(expected: Any) -> tuple[type, ...]:
+    """Returns the classes of the values that have the type `expected`."""
+    origin, parts = get_origin(expected), get_args(expected)
+    if origin is Annotated:
+        return _classes(parts[0])
+    if origin is Literal:
+        return tuple({type(part) for part in parts})
+    if is_typeddict(expected) or expected is dict or origin is dict:
+        return dict, OrderedDict
+    return (NoneType if expected is None else origin or expected,)
+
+
+def _other(value: Any, expected: tuple[Any, ...], where: str) -> str:
+    names = " or ".join(_classes(part)[0].__name__.replace("NoneType", "None") for part in expected)
+    return f"{where} is {_described(value)} in place of {names}"
+
+
+def _described(value: Any) -> str:
+    """Returns a short value itself, or its class: the text of a nested value may fill the memory."""
+    is_number = type(value) is float or (type(value) is int and abs(value) <= MOST)
+    is_short = is_number or value is None or type(value) is bool or (type(value) is str and len(value) < 30)
+    return repr(value) if is_short else f"a value of type {type(value).__name__}"

@@ -1,0 +1,205 @@
+"""The content of a checkpoint is checked where it is opened: damage is named, and the next older one is opened."""
+
+import json
+import os
+import random
+import shutil
+import struct
+import warnings
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from polyphase.callbacks import Snapshot
+from polyphase.engine.checkpoint import CheckpointError, commands, load_checkpoint
+from polyphase.engine.checkpoint.single_file import manifest_text
+from polyphase.engine.checkpoint.state_tree import excess
+from polyphase.engine.checkpoint.tensor_index import Chunk, StoredTensor, check_index
+
+from ...pairs import nightly
+from ..tiny import Regression, engine, rows
+from .sample_checkpoints import seal
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """The folder of a run with snapshots of steps 2 and 4."""
+    folder = tmp_path_factory.mktemp("run")
+    torch.manual_seed(0)
+    fit(folder, 4)
+    return folder
+
+
+def fit(folder: Path, steps: int, **flags: Any) -> dict[str, torch.Tensor]:
+    module = Regression()
+    trainer = engine(max_steps=steps, default_root_dir=folder, callbacks=[Snapshot(every_n_steps=2)], **flags)
+    trainer.fit(module, rows())
+    return module.state_dict()
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The paths of all parts of a nested value, of long lists the first parts."""
+    inner = value.items() if isinstance(value, dict) else list(enumerate(value))[:3] if type(value) is list else ()
+    return [place for key, item in inner for place in ((*path, key), *places(item, (*path, key)))]
+
+
+def edited(value: Any, path: tuple[Any, ...], draw: random.Random) -> None:
+    for key in path[:-1]:
+        value = value[key]
+    if draw.random() < 0.4:
+        del value[path[-1]]
+    else:
+        others = [None, "x", -1, 1.5, [], {}, [[]], 1 << 70, True]
+        value[path[-1]] = draw.choice([other for other in others if type(other) is not type(value[path[-1]])])
+
+
+@pytest.mark.parametrize("num_edits", [12, *nightly(500)])
+def test_a_structural_edit_is_named_or_changes_nothing(run, tmp_path, num_edits):
+    """With checksums that fit: it is found, the older snapshot is taken, and the result is that of no edit."""
+    expected, draw = fit(copied(run, tmp_path / "whole"), 8, resume="auto"), random.Random(0)
+    for number in range(num_edits):
+        folder = copied(run, tmp_path / f"{number}")
+        path = folder / "snapshots" / "step=4"
+        name = draw.choice(["rest.pt", "ranks.pt"])
+        content = torch.load(path / name, weights_only=True)
+        place = draw.choice(places(content))
+        edited(content, place, draw)
+        torch.save(content, path / name)
+        seal(path)
+        status = commands.main(["verify", str(path)])
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            found = fit(folder, 8, resume="auto")
+        was_skipped = any("An older one is used" in str(warning.message) for warning in seen)
+        assert was_skipped == (status == 1), place
+        for key in expected:
+            assert torch.equal(found[key], expected[key]), place
+        shutil.rmtree(folder)
+
+
+def copied(run: Path, to: Path) -> Path:
+    shutil.copytree(run, to, symlinks=True)
+    return to
+
+
+def laughs() -> list[Any]:
+    value: list[Any] = [1]
+    for _ in range(60):
+        value = [value, value]
+    return value
+
+
+def test_a_value_that_repeats_is_refused_at_once(run, tmp_path):
+    path = copied(run, tmp_path / "run") / "snapshots" / "step=4"
+    for name in ("rest.pt", "ranks.pt"):
+        content = torch.load(path / name, weights_only=True)
+        (content[0] if name == "ranks.pt" else content)["more"] = laughs()
+        torch.save(content, path / name)
+        seal(path)
+        with pytest.raises(CheckpointError, match=r"step=4 is damaged: .* repeats values"):
+            load_checkpoint(path)
+        assert commands.main(["verify", str(path)]) == 1
+
+
+def test_what_is_too_much():
+    shared, loop = [1] * 10, []
+    loop.append(loop)
+    assert excess([shared] * 5, 100, 0) is None
+    assert "repeats" in str(excess([shared] * 5, 50, 0))
+    assert "contains itself" in str(excess(loop, 100, 0))
+    assert "larger than the file" in str(excess([torch.zeros(1).expand(1000)], 100, 3995))
+    assert excess([torch.zeros(1).expand(1000)], 100, 3996) is None
+
+
+def test_a_compressed_file_is_not_inflated(tmp_path):
+    with zipfile.ZipFile(tmp_path / "x.ckpt", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("a/data.pkl", b'{\n "name": [' * 1000)
+    assert manifest_text(tmp_path / "x.ckpt") is None
+    with pytest.raises(CheckpointError, match="its records are larger than the file"):
+        load_checkpoint(tmp_path / "x.ckpt")
+
+
+def test_a_manifest_is_found_by_its_length(tmp_path):
+    text = json.dumps({"name": "x", "crc32": 0, "format": 2, "sequence": 1}, indent=1).encode()
+    begun = b'{\n "name": [' * 1000
+    for content, found in ((b"X" + struct.pack("<I", len(text)) + text + begun, text), (text, None), (begun, None)):
+        with zipfile.ZipFile(tmp_path / "x.ckpt", "w") as archive:
+            archive.writestr("a/data.pkl", content)
+        assert manifest_text(tmp_path / "x.ckpt") == found
+
+
+@pytest.mark.parametrize(
+    ("blocks", "fits"),
+    [
+        ([(0, 0, 2, 2), (0, 2, 2, 2), (2, 0, 2, 4)], True),
+        ([(0, 0, 2, 2), (0, 1, 2, 2), (2, 0, 2, 4)], False),
+        ([(0, 0, 4, 2), (0, 0, 4, 2)], False),
+        ([(0, 0, 4, 4), (1, 1, 0, 4)], True),
+        ([(0, 0, 4, 4), (0, 0, 4, 0)], True),
+    ],
+)
+def test_chunks_fill_a_tensor(blocks, fits):
+    chunks = [Chunk((a, b), (m, n), "f", 0, 4 * m * n) for a, b, m, n in blocks]
+    index = {"t": StoredTensor(torch.float32, (4, 4), chunks)}
+    if fits:
+        check_index(index, {"f": (64, 0)})
+    else:
+        with pytest.raises(CheckpointError, match="has chunks that overlap"):
+            check_index(index, {"f": (64, 0)})
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"optimizer_states": 5}, "optimizer_states is 5 in place of list"),
+        ({"state_dict": 5}, "state_dict is 5 in place of dict"),
+        ({"callbacks": [1]}, "callbacks is a value of type list in place of dict"),
+        ({"loops": {"fit_loop": 5}}, "loops.* is 5 in place of dict"),
+        ({"polyphase": 5}, "polyphase is 5 in place of dict"),
+    ],
+)
+def test_a_file_is_whole_exactly_if_a_fit_opens_it(run, tmp_path, capsys, change, says):
+    path = tmp_path / "x.ckpt"
+    trainer = engine(max_steps=2, default_root_dir=tmp_path)
+    trainer.fit(Regression(), rows())
+    trainer.save_checkpoint(path)
+    torch.save({**torch.load(path, weights_only=True), **change}, path)
+    assert commands.main(["verify", str(path)]) == 1
+    with pytest.raises(CheckpointError, match=says):
+        engine(max_steps=4, default_root_dir=tmp_path).fit(Regression(), rows(), ckpt_path=path)
+
+
+def hostile(draw: random.Random, pieces: list[bytes]) -> bytes:
+    """The pickle of a checkpoint with parts of it repeated, exchanged and taken out."""
+    content = bytearray(draw.choice(pieces))
+    for _ in range(draw.choice([1, 2, 5])):
+        at, size = draw.randrange(len(content)), draw.randrange(1, 200)
+        part = bytes(content[at : at + size])
+        content[at : at + draw.choice([0, size])] = part * draw.choice([0, 1, 50])
+    return bytes(content)
+
+
+@pytest.mark.parametrize("num_files", [30, *nightly(500)])
+def test_a_hostile_file_is_opened_or_refused(tmp_path, num_files):
+    trainer = engine(max_steps=2, default_root_dir=tmp_path)
+    trainer.fit(Regression(), rows())
+    trainer.save_checkpoint(tmp_path / "x.ckpt")
+    with zipfile.ZipFile(tmp_path / "x.ckpt") as archive:
+        records = {info.filename: archive.read(info) for info in archive.infolist()}
+    pickles, draw = [content for name, content in records.items() if name.endswith("data.pkl")], random.Random(0)
+    for number in range(num_files):
+        path = tmp_path / f"{number}.ckpt"
+        with zipfile.ZipFile(path, "w", draw.choice([zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])) as archive:
+            for name, content in records.items():
+                archive.writestr(name, hostile(draw, pickles) if name.endswith("data.pkl") else content)
+        is_whole = commands.main(["verify", str(path)]) == 0
+        try:
+            load_checkpoint(path)
+            assert is_whole
+        except CheckpointError:
+            assert not is_whole
+        os.remove(path)
+    assert commands.main(["list", str(tmp_path)]) == 0
