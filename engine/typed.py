@@ -103,8 +103,10 @@ def _classes(expected: Any) -> tuple[type, ...]:
     origin, parts = get_origin(expected), get_args(expected)
     if origin is Annotated:
         return _classes(parts[0])
+    if origin in (Union, UnionType):
+        return tuple(kind for part in parts for kind in _classes(part))
     if origin is Literal:
-        return tuple({type(part) for part in parts})
+        return tuple(dict.fromkeys(type(part) for part in parts))
     if is_typeddict(expected) or expected is dict or origin is dict:
         return dict, OrderedDict
     return (NoneType if expected is None else origin or expected,)

@@ -124,6 +124,11 @@ def load_archive(stream: Any, path: object, weights_only: bool | None, *, mapped
         value = torch.load(source, map_location="cpu", weights_only=weights_only, mmap=mapped_path is not None)
     except pickle.UnpicklingError as refused:
         raise NotPlainError.for_path(path, refused) from None
+    except Exception as error:  # torch's unpickler raises many types for invalid content
+        if weights_only is False or isinstance(error, OSError):
+            raise
+        reason = next(iter(str(error).splitlines()), "")[:300]
+        raise damage(path, f"{type(error).__name__}: {reason}") from error
     if wrong := excess(value, max(_MANY_VALUES, 4 * pickled_bytes), size + _MANY_BYTES):
         raise CheckpointError(f"{name} {wrong}")
     return value

@@ -12,7 +12,8 @@ def test_only_regular_files_are_opened(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "file").write_text("x")
     os.symlink("file", tmp_path / "link")
-    assert open_plain(str(tmp_path / "link")).read() == b"x"
+    with open_plain(str(tmp_path / "link")) as file:
+        assert file.read() == b"x"
     for name, flags in (("pipe", 0), (".", 0), ("link", os.O_NOFOLLOW)):
         with pytest.raises(NotAPlainFileError, match="is no plain file"):
             open_plain(str(tmp_path / name), flags)

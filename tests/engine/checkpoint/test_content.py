@@ -137,7 +137,7 @@ def test_a_manifest_is_found_by_its_length(tmp_path):
         ([(0, 0, 2, 2), (0, 2, 2, 2), (2, 0, 2, 4)], True),
         ([(0, 0, 2, 2), (0, 1, 2, 2), (2, 0, 2, 4)], False),
         ([(0, 0, 4, 2), (0, 0, 4, 2)], False),
-        ([(0, 0, 4, 4), (1, 1, 0, 4)], True),
+        ([(0, 0, 4, 4), (1, 0, 0, 4)], True),
         ([(0, 0, 4, 4), (0, 0, 4, 0)], True),
     ],
 )
@@ -167,7 +167,7 @@ def test_a_file_is_whole_exactly_if_a_fit_opens_it(run, tmp_path, capsys, change
     trainer.fit(Regression(), rows())
     trainer.save_checkpoint(path)
     torch.save({**torch.load(path, weights_only=True), **change}, path)
-    assert commands.main(["verify", str(path)]) == 1
+    assert commands.main(["verify", str(path)]) != 0
     with pytest.raises(CheckpointError, match=says):
         engine(max_steps=4, default_root_dir=tmp_path).fit(Regression(), rows(), ckpt_path=path)
 
