@@ -187,7 +187,13 @@ _OfGenerator = TypedDict(
 )
 
 
-_Before = TypedDict("_Before", {"global": _Generators | None, "sampler": Any})
+class _SomeStates(TypedDict, total=False):
+    python: _PYTHON
+    numpy: Annotated[list, _is_numpys]
+    torch: _TORCH
+
+
+_Before = TypedDict("_Before", {"global": Annotated[_SomeStates, _others_are_states] | None, "sampler": Any})
 
 
 class _Order(TypedDict):
