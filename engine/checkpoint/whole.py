@@ -88,7 +88,7 @@ def check_file_state(checkpoint: Any, path: object) -> None:
     Raises:
         CheckpointError: the first field that is wrong, and what it should be.
     """
-    if type(checkpoint) is not dict:
+    if not isinstance(checkpoint, dict):
         raise CheckpointError(f"{path} is no checkpoint: it holds a {type(checkpoint).__name__}.")
     own = checkpoint.get(OURS)
     try:
