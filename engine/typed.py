@@ -73,8 +73,21 @@ def _problem(value: Any, expected: Any, where: str, seen: set[tuple[int, Any]]) 
         return f"{where} has no {missing[0]}"
     if origin is tuple and parts[-1] is not ... and len(value) != len(parts):
         return f"{where} has {len(value)} parts in place of {len(parts)}"
+    if type(value) in (list, tuple) and parts and _are_plain(value, parts[0]) and parts[-1] in (parts[0], ...):
+        return None
     found_parts = (_problem(item, kind, name, seen) for name, item, kind in _parts(value, expected, parts, where))
     return next((found for found in found_parts if found), None)
+
+
+def _are_plain(values: list[Any] | tuple[Any, ...], kind: Any) -> bool:
+    """Whether all values are numbers or texts of the type `kind`: one look at hundreds, as in a generator's state."""
+    plain, *rules = get_args(kind) if get_origin(kind) is Annotated else (kind,)
+    if plain not in (int, float, str) or not {plain}.issuperset(map(type, values)):
+        return False
+    if not rules or not values:
+        return not rules
+    is_range = all(isinstance(rule, Range) for rule in rules)
+    return is_range and not any(rule(end) for rule in rules for end in (min(values), max(values)))
 
 
 def _parts(value: Any, expected: Any, kinds: tuple[Any, ...], where: str) -> Iterator[tuple[str, Any, Any]]:
@@ -84,9 +97,10 @@ def _parts(value: Any, expected: Any, kinds: tuple[Any, ...], where: str) -> Ite
     elif not kinds:
         return
     elif isinstance(value, dict):
-        for key, item in value.items():
-            yield f"a key of {where}", key, kinds[0]
-            yield f"an entry of {where}", item, kinds[1]
+        if not _are_plain([*value], kinds[0]):
+            yield from ((f"a key of {where}", key, kinds[0]) for key in value)
+        if kinds[1] is not Any:
+            yield from ((f"an entry of {where}", item, kinds[1]) for item in value.values())
     else:
         is_record = type(value) is tuple and kinds[-1] is not ...
         yield from ((f"{where}[{i}]", item, kinds[i if is_record else 0]) for i, item in enumerate(value))

@@ -152,7 +152,7 @@ def _is_bytes(state: Tensor) -> str | None:
 
 def _is_twister(state: tuple[int, tuple[int, ...], float | None]) -> str | None:
     version, keys, _ = state
-    is_state = version == 3 and len(keys) == 625 and all(0 <= key < 2**32 for key in keys) and keys[-1] <= 624
+    is_state = version == 3 and len(keys) == 625 and 0 <= min(keys) <= max(keys) < 2**32 and keys[-1] <= 624
     return None if is_state else "is no state of Python's generator"
 
 

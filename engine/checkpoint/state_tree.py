@@ -87,17 +87,21 @@ def join(rest: Any, tensors: Mapping[str, Tensor]) -> Any:
     return rest
 
 
-def marks(rest: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def marks(rest: Any) -> Iterator[tuple[str, Any]]:
     """Yields the path and the key of each tensor that `split` took out."""
-    if isinstance(rest, dict):
-        if rest.keys() == {_MARK}:
-            yield path, rest[_MARK]
-            return
-        for key, value in rest.items():
-            yield from marks(value, f"{path}.{key}" if path else str(key))
-    elif type(rest) in (list, tuple):
-        for i, value in enumerate(rest):
-            yield from marks(value, f"{path}.{i}")
+    waiting: list[tuple[str, Any]] = [("", rest)] if isinstance(rest, (dict, list, tuple)) else []
+    while waiting:
+        path, part = waiting.pop()
+        if isinstance(part, dict):
+            if part.keys() == {_MARK}:
+                yield path, part[_MARK]
+                continue
+            inner: Iterable[tuple[Any, Any]] = part.items()
+        else:
+            inner = enumerate(part)
+        beginning = f"{path}." if path else ""
+        # Numbers and texts are left out at once: the state of a random generator has hundreds.
+        waiting += [(f"{beginning}{key}", value) for key, value in inner if isinstance(value, (dict, list, tuple))]
 
 
 def tensor_keys(rest: Any) -> list[str]:
@@ -147,33 +151,30 @@ def excess(value: Any, most_values: int, most_bytes: int) -> str | None:
     """
     numbers: dict[int, int] = {}
     around: set[int] = set()
-    waiting = [(value, False)]
+    waiting: list[tuple[Any, Any]] = [(value, None)]
     num_bytes = 0
     while waiting:
-        part, is_left = waiting.pop()
+        part, inner = waiting.pop()
         key = id(part)
         if isinstance(part, Tensor) and key not in numbers:
             numbers[key] = 1
             if part.layout == torch.strided and not part.is_meta:
                 logical = math.prod(part.shape) * part.element_size()
                 num_bytes += max(0, logical - part.untyped_storage().nbytes())
-        if is_left:
+        if inner is not None:  # all that lies in it is counted
             around.remove(key)
-            number = 1 + sum(numbers.get(id(inner), 1) for inner in _inner(part))
+            number = 1 + sum([numbers.get(id(item), 1) for item in inner])
             numbers[key] = min(number, most_values + 1)
         elif key in around:
             return "has a value that contains itself"
         elif key not in numbers and isinstance(part, _CONTAINERS):
             around.add(key)
-            waiting.append((part, True))
-            waiting.extend((inner, False) for inner in _inner(part) if isinstance(inner, (*_CONTAINERS, Tensor)))
+            inner = [*part, *part.values()] if isinstance(part, dict) else part
+            waiting.append((part, inner))
+            waiting += [(item, None) for item in inner if isinstance(item, (*_CONTAINERS, Tensor))]
     if numbers.get(id(value), 1) > most_values:
         return f"repeats values, so that it has more than {most_values:,}"
     return "has tensors that are larger than the file" if num_bytes > most_bytes else None
-
-
-def _inner(value: Any) -> Iterable[Any]:
-    return [*value, *value.values()] if isinstance(value, dict) else value
 
 
 def by_name(state: dict[str, Any], names: list[str]) -> dict[str, Any]:

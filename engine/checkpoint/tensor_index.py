@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 from collections import Counter
+from operator import add, gt
 from typing import Any, NamedTuple
 
 import torch
@@ -123,7 +124,7 @@ def whole_numbers(values: Any) -> tuple[int, ...]:
     # The message omits the values: a few bytes of pickle can make nested values whose text fills the memory.
     if type(values) not in (list, tuple) or len(values) > _MOST_DIMS:
         raise ValueError(f"{type(values).__name__} in place of a shape")
-    if not all(type(value) is int and 0 <= value <= _MOST for value in values):
+    if not {int}.issuperset(map(type, values)) or (values and not 0 <= min(values) <= max(values) <= _MOST):
         raise ValueError("a shape has an item that is not a whole number")
     return tuple(values)
 
@@ -148,7 +149,7 @@ def _problem(tensor: StoredTensor, files: dict[str, tuple[int, int]], is_packed:
     for chunk in tensor.chunks:
         if not len(chunk.offsets) == len(chunk.sizes) == len(tensor.size):
             return "has a chunk with a different number of dimensions"
-        if any(o + s > n for o, s, n in zip(chunk.offsets, chunk.sizes, tensor.size, strict=True)):
+        if any(map(gt, map(add, chunk.offsets, chunk.sizes), tensor.size)):
             return "has a chunk that lies outside of it"
         if chunk.file not in files:
             return f"is listed in {chunk.file!r}, which the manifest does not list"
@@ -160,7 +161,7 @@ def _problem(tensor: StoredTensor, files: dict[str, tuple[int, int]], is_packed:
     covered, whole = sum(math.prod(chunk.sizes) for chunk in tensor.chunks), math.prod(tensor.size)
     if covered != whole:
         return f"has chunks of {covered} elements in all, and should have {whole}"
-    return _do_not_fit(tensor)
+    return _do_not_fit(tensor) if len(tensor.chunks) > 1 else None
 
 
 def _do_not_fit(tensor: StoredTensor) -> str | None:

@@ -1,5 +1,6 @@
 """Checkpoints to test with: of each step, the content is known."""
 
+import copy
 import json
 import os
 import warnings
@@ -65,7 +66,7 @@ def rank_state(step: int) -> dict[str, Any]:
     """The state that only one rank has."""
     return {
         "seed": step,
-        "random": _RANDOM,
+        "random": copy.deepcopy(_RANDOM),  # tests overwrite what they have saved
         "data": {"world_size": 1, "batches": step, "loaders": [], "micro_batch_size": None, "sample_seed": None},
         "compression": {},
     }

@@ -182,12 +182,12 @@ def fail_on(rank: int, folder: Path, failing: int, ranks: ObjectGroup | None) ->
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if rank == failing:
         resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, limits[1]))
-    own = {"residual": torch.zeros(LARGE)}
+    own = {**rank_state(2), "residual": torch.zeros(LARGE)}
     with pytest.raises(
         CheckpointError, match=rf"^rank {failing} could not write: .* File too large: '\S+/shard-{failing}-0\.safe"
     ):
-        saver.save(content(2), str(folder / "2"), about=about(2, 2), of_rank=own, in_background=False)
-    saver.save(content(2), str(folder / "2"), about=about(2, 2), of_rank=own)
+        saver.save(content(2, 2), str(folder / "2"), about=about(2, 2), of_rank=own, in_background=False)
+    saver.save(content(2, 2), str(folder / "2"), about=about(2, 2), of_rank=own)
     if rank == 0:  # Lightning warns on rank 0 only
         says = rf"2 could not be saved: rank {failing} could not write: .* The newest .*/1;"
         with pytest.warns(RuntimeWarning, match=says):
@@ -195,7 +195,7 @@ def fail_on(rank: int, folder: Path, failing: int, ranks: ObjectGroup | None) ->
     saver.finish()
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert saver.agree(lambda: os.listdir(folder)) == ["1"]
-    saver.save(content(3), str(folder / "3"), about=about(3, 2), of_rank=own, in_background=False)
+    saver.save(content(3, 2), str(folder / "3"), about=about(3, 2), of_rank=rank_state(3), in_background=False)
     assert [manifest.step for _, manifest in find(folder)] == [3, 1]
 
 
