@@ -6,6 +6,7 @@ intervals, neighbours are merged, so that a long run has longer intervals and no
 
 import dataclasses
 import json
+import math
 import os
 from collections.abc import Iterable, Mapping
 from functools import cache
@@ -38,16 +39,22 @@ def _has_only_phases(seconds: dict[str, Any]) -> str | None:
     return None if seconds.keys() <= {*PHASES} else "has an unknown phase"
 
 
-_NUMBER = Annotated[int | float, Range(-_MOST, _MOST)]
+def _is_measured(number: float) -> str | None:
+    """A norm or a loss may be infinite, or no number."""
+    return None if abs(number) <= _MOST or not math.isfinite(number) else f"is {number!r}"
+
+
+_SECONDS = Annotated[int | float, Range(-_MOST, _MOST)]
+_NUMBER = Annotated[int | float, _is_measured]
 _OF_RANK: dict[str, Any] = {
     "rank": Annotated[int, Range(0, _MOST_RANKS)],
     "world_size": Annotated[int, Range(1, _MOST_RANKS)],
     "local_ranks": Annotated[int, Range(1, _MOST_RANKS)],
 }
 _OF_INTERVAL: dict[str, Any] = {
-    "num_steps": Annotated[int, Range(1, _MOST)],
+    "num_steps": Annotated[int, Range(0, _MOST)],
     "wall_s": Annotated[int | float, Range(1e-9, _MOST)],
-    "seconds": Annotated[dict[str, _NUMBER], _has_only_phases],
+    "seconds": Annotated[dict[str, _SECONDS], _has_only_phases],
 }
 
 

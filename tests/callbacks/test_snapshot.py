@@ -227,7 +227,8 @@ def test_a_run_that_is_over_stays_over(tmp_path):
     assert (first, run.global_step) == (second, 10)
 
 
-def test_a_damaged_snapshot_is_passed_over(tmp_path):
+@pytest.mark.filterwarnings("ignore:.* is damaged. it was renamed to")
+def test_a_damaged_snapshot_is_moved_aside(tmp_path):
     whole, _ = resumed(tmp_path)
     train(tmp_path, Snapshot(every_n_steps=4))  # a run of its own, whose snapshots are not called like the first one's
     newest = tmp_path / "snapshots" / "step=10-v1"
@@ -236,7 +237,8 @@ def test_a_damaged_snapshot_is_passed_over(tmp_path):
     with pytest.warns(UserWarning, match=r"step=10-v1 is damaged: .*safetensors has .* An older one is used"):
         again, _ = resumed(tmp_path)
     assert again == whole
-    assert read_manifest(newest).step == 10
+    (aside,) = newest.parent.glob("step=10-v1.damaged-*")
+    assert read_manifest(aside).step == 10
 
 
 def test_two_runs_in_one_folder(tmp_path):
