@@ -56,8 +56,8 @@ def _problem(value: Any, expected: Any, where: str, seen: set[tuple[int, Any]]) 
     if origin in (Required, NotRequired):
         return _problem(value, parts[0], where, seen)
     if origin is Annotated:
-        found = _problem(value, parts[0], where, seen)
-        return found or next((f"{where} {wrong}" for rule in parts[1:] if (wrong := rule(value))), None)
+        wrong_value = _problem(value, parts[0], where, seen)
+        return wrong_value or next((f"{where} {wrong}" for rule in parts[1:] if (wrong := rule(value))), None)
     if origin in (Union, UnionType):
         part = next((part for part in parts if type(value) in _classes(part)), None)
         return _problem(value, part, where, seen) if part is not None else _other(value, parts, where)
@@ -76,7 +76,7 @@ def _problem(value: Any, expected: Any, where: str, seen: set[tuple[int, Any]]) 
     if type(value) in (list, tuple) and parts and _are_plain(value, parts[0]) and parts[-1] in (parts[0], ...):
         return None
     found_parts = (_problem(item, kind, name, seen) for name, item, kind in _parts(value, expected, parts, where))
-    return next((found for found in found_parts if found), None)
+    return next(filter(None, found_parts), None)
 
 
 def _are_plain(values: list[Any] | tuple[Any, ...], kind: Any) -> bool:

@@ -59,7 +59,7 @@ ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
     f"{_LOOPS}.fetchers:_DataFetcher": ("_start_profiler", "_stop_profiler"),
     "lightning.pytorch.core.module:LightningModule": ("_current_fx_name", "_on_before_batch_transfer"),
     "lightning.pytorch.core.optimizer:LightningOptimizer": ("_on_after_step", "_on_before_step"),
-    "lightning.pytorch.core.saving": ("_default_map_location",),
+    "lightning.pytorch.core.saving": ("_ALLOWED_INSTANTIATORS", "_default_map_location"),
     "lightning.pytorch.overrides.distributed:_IndexBatchSamplerWrapper": ("_batch_sampler",),
     "lightning.pytorch.utilities.combined_loader:CombinedLoader": ("_iterables",),
     "lightning.pytorch.utilities.combined_loader:_MaxSizeCycle": ("_consumed", "_idx"),

@@ -1,4 +1,4 @@
-"""What a checkpoint of the engine's holds: each field with its type and range, checked at one place.
+"""The content of a checkpoint of the engine's: each field with its type and range, checked at one place.
 
 It is checked when a checkpoint is opened, for a run and for `polyphase ckpt verify` alike, before anything is restored
 from it. So whatever restores a part may rely on its form.
@@ -14,7 +14,7 @@ from typing_extensions import NotRequired, Required, TypedDict
 from ..typed import Count, Positive, Range, problem
 from .manifest import CheckpointError, Manifest
 from .single_file import MANIFEST_KEY, OURS
-from .state_tree import NAMES
+from .state_tree import NAMES, is_mark
 
 __all__ = ["VERSION", "check_state"]
 
@@ -145,7 +145,9 @@ class _Fit(TypedDict):
 # --- the engine's part
 
 
-def _is_bytes(state: Tensor) -> str | None:
+def _is_bytes(state: Tensor | dict[str, Any]) -> str | None:
+    if isinstance(state, dict):
+        return None if is_mark(state) else "is no state of a generator"
     is_state = state.dtype == torch.uint8 and state.dim() == 1 and 0 < state.numel() <= _MOST_ELEMENTS_OF_STATE
     return None if is_state else "is no state of a generator"
 
@@ -157,8 +159,8 @@ def _is_twister(state: tuple[int, tuple[int, ...], float | None]) -> str | None:
 
 
 def _is_numpys(state: list[Any]) -> str | None:
-    found = problem(tuple(state), _NUMPY, "its content") if len(state) == 5 else "it has other parts"
-    return f"is no state of NumPy's generator: {found}" if found else None
+    wrong = problem(tuple(state), _NUMPY, "its content") if len(state) == 5 else "it has other parts"
+    return f"is no state of NumPy's generator: {wrong}" if wrong else None
 
 
 _WORDS = Annotated[list[Annotated[int, Range(0, 2**32 - 1)]], lambda keys: None if len(keys) == 624 else "is too short"]
@@ -172,7 +174,7 @@ def _others_are_states(generators: dict[str, Any]) -> str | None:
 
 
 _PYTHON = Annotated[tuple[int, tuple[int, ...], float | None], _is_twister]
-_TORCH = Annotated[Tensor, _is_bytes]
+_TORCH = Annotated[Tensor | dict, _is_bytes]
 
 
 class _States(TypedDict):

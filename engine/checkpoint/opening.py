@@ -90,10 +90,10 @@ def _states(
 
 def _check_marks(rest: dict[str, Any], ranks: list[Any], index: Index, *, is_exact: bool) -> None:
     """Checks that each mark stands for a tensor, at the place of this tensor, and that none was left out."""
-    found = [*marks(rest), *marks(ranks)]
-    if any(type(key) is not str for _, key in found):
+    of_all = [*marks(rest), *marks(ranks)]
+    if any(type(key) is not str for _, key in of_all):
         raise CheckpointError("it refers to a tensor by a key that is not text")
-    if absent := [key for _, key in found if key not in index]:
+    if absent := [key for _, key in of_all if key not in index]:
         raise CheckpointError(f"it has no tensors {', '.join(absent)}")
     if not is_exact:
         return
@@ -102,7 +102,7 @@ def _check_marks(rest: dict[str, Any], ranks: list[Any], index: Index, *, is_exa
             raise CheckpointError(f"it has the tensor {key} in the place of {path}")
     # In the state of callbacks, another rank than rank 0 may have had tensors of its own.
     weights = {key for key in index if key.startswith(("state_dict.", "optimizer_states."))}
-    if unused := sorted(weights - {key for _, key in found}):
+    if unused := sorted(weights - {key for _, key in of_all}):
         raise CheckpointError(f"nothing refers to its tensors {', '.join(unused)}")
 
 

@@ -44,7 +44,7 @@ class RunRecord(NamedTuple):
 
 
 _Few = Annotated[int, Range(1, 1 << 20)]
-"""Of ranks and micro-batches: far more than any run has, and few enough to loop over."""
+"""The most ranks and micro-batches: far more than any run has, and few enough to loop over."""
 
 
 class _Batches(TypedDict):

@@ -18,6 +18,7 @@ __all__ = [
     "by_name",
     "by_number",
     "excess",
+    "is_mark",
     "is_plain",
     "join",
     "like",
@@ -79,12 +80,17 @@ def is_plain(tensor: Tensor) -> bool:
 def join(rest: Any, tensors: Mapping[str, Tensor]) -> Any:
     """Replaces the marks of `split` by their tensors; a mark whose tensor was not read becomes None."""
     if type(rest) in (dict, OrderedDict):
-        if rest.keys() == {_MARK}:
+        if is_mark(rest):
             return tensors.get(rest[_MARK])
         return _as(rest, {key: join(value, tensors) for key, value in rest.items()})
     if type(rest) in (list, tuple):
         return type(rest)(join(value, tensors) for value in rest)
     return rest
+
+
+def is_mark(value: dict[str, Any]) -> bool:
+    """Whether a dictionary stands for a tensor that `split` took out."""
+    return value.keys() == {_MARK}
 
 
 def marks(rest: Any) -> Iterator[tuple[str, Any]]:
@@ -93,7 +99,7 @@ def marks(rest: Any) -> Iterator[tuple[str, Any]]:
     while waiting:
         path, part = waiting.pop()
         if isinstance(part, dict):
-            if part.keys() == {_MARK}:
+            if is_mark(part):
                 yield path, part[_MARK]
                 continue
             inner: Iterable[tuple[Any, Any]] = part.items()

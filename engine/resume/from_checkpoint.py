@@ -61,10 +61,10 @@ def _refuse_imports(values: dict[str, Any], path: Any) -> None:
 def _is_imported(parts: list[str]) -> bool:
     """Whether a class, or a method of one, can be looked up without an import."""
     for end in (len(parts) - 1, len(parts) - 2):
-        found: Any = sys.modules.get(".".join(parts[:end]))
+        owner: Any = sys.modules.get(".".join(parts[:end]))
         for part in parts[end:]:
-            found = vars(found).get(part) if hasattr(found, "__dict__") else None
-        if found is not None:
+            owner = vars(owner).get(part) if hasattr(owner, "__dict__") else None
+        if owner is not None:
             return True
     return False
 
