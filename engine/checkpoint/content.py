@@ -75,8 +75,8 @@ class _OptimizerProgress(TypedDict):
     optimizer: _OfOptimizer
 
 
-class _EpochLoop(TypedDict):
-    _batches_that_stepped: Count
+def _counts_batches(state: dict[str, Any]) -> str | None:
+    return problem(state.get("_batches_that_stepped"), Count, "has a count that")
 
 
 _FitLoop = TypedDict(
@@ -84,7 +84,7 @@ _FitLoop = TypedDict(
     {
         "state_dict": dict,
         "epoch_progress": _Progress,
-        "epoch_loop.state_dict": _EpochLoop,
+        "epoch_loop.state_dict": Annotated[dict, _counts_batches],
         "epoch_loop.batch_progress": _BatchProgress,
         "epoch_loop.scheduler_progress": _DoneProgress,
         "epoch_loop.automatic_optimization.state_dict": dict,

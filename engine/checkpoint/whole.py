@@ -46,7 +46,7 @@ _NOT_OURS = ".safetensors"
 
 _MANY_VALUES = 100_000
 _MANY_BYTES = 1 << 26
-"""Values that even a small file may describe: lists that are in it several times, tensors that repeat their elements."""
+"""Values that even a small file may describe: lists that are in it several times, tensors that repeat elements."""
 
 
 def write_file(checkpoint: dict[str, Any], path: str) -> None:
