@@ -149,7 +149,6 @@ def _joined(accelerator: str) -> dict[str, Any]:
         accelerator=accelerator,
         devices=2,
         max_epochs=2,
-        uneven="join",
         **QUIET,
     )
     engine.fit(module, DataLoader(Uneven(), batch_size=2))
