@@ -63,7 +63,8 @@ _HOST_S = 3.0
 """The longest time that this rank waits until the others no longer need the store, which its process may host."""
 _POLL_S = 0.05
 TOLD = f"{FIRST_FAILURE}/told"
-"""Key that the rank which failed first writes when it has printed what happened: no other rank needs to print it."""
+"""Key that the rank which failed first writes when it has printed what happened, and whether that has the error: else
+its launcher raises it, if the process comes so far."""
 _NUMBER = f"{FIRST_FAILURE}/number"
 """Counter of the ranks that have published their tracebacks."""
 _LOST = re.compile("onnection (closed|reset|was|refused)|[Bb]roken pipe|[Tt]im(ed|e) ?out|[Rr]emote process|aborted")
@@ -199,7 +200,7 @@ def _tell(
         ends = "failed and ends the run" if me == culprit else f"ends the run because of rank {culprit}"
         print_rank(me, f"{ends}{consequences}{differences}{where}{text}")
     with contextlib.suppress(RuntimeError):  # the store's host is gone
-        job.write(TOLD, {"by": me})
+        job.write(TOLD, {"by": me, "in_full": print_traceback})
         if me == 0:
             _await(job, DONE, world_size - 1, _HOST_S)
 

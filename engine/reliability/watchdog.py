@@ -51,7 +51,7 @@ _STORE_LOST_S = 3.0
 """The time that a rank waits in a collective after the store is lost: the collective's own error is more precise."""
 _VERDICT_S, _TOLD_S = 8.0, 4.0
 """The times that a rank waits for the verdict, or for its own exception after another rank's; the shorter one if that
-rank has printed what happened: then Lightning's launcher soon kills the process of the first rank."""
+rank has printed its error: then Lightning's launcher soon kills the process of the first rank."""
 _TELLING_S = 2.5
 """The time in which the rank that has failed first prints what happened. It then waits somewhat longer for this one."""
 _SILENCE_S = (10.0, PATIENCE_S)
@@ -269,8 +269,9 @@ class Watchdog:
             # Only in the check after the one that read the failure: until then this rank may publish its own exception.
             if not self.is_done_with_store:
                 with suppress(RuntimeError):  # the store's process has ended
-                    self._is_told = self.peers.job.has(TOLD)
-                    if not self._is_told and self._clock - (self._failed_at or 0.0) < _TELLING_S:
+                    told = self.peers.job.read(TOLD, {"in_full": bool})
+                    self._is_told = told is not None and told["in_full"]
+                    if told is None and self._clock - (self._failed_at or 0.0) < _TELLING_S:
                         return
                     self.is_done_with_store = True
                     self.peers.job.count(DONE, 1)
