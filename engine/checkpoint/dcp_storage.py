@@ -104,11 +104,7 @@ class Writer(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Writes the index of the tensors; called on one rank, when all ranks have written their files."""
         locations = {result.index: result.storage_data for of_rank in results for result in of_rank}
-        content = index_bytes(to_index(metadata, locations))
-        if len(content) > _INDEX_MOST_BYTES:
-            raise CheckpointError(f"its {TENSORS} would have {len(content)} bytes, and no reader opens more than 2**28")
-        with self._files.writing(TENSORS) as stream:
-            stream.write(content)
+        _write_index(self._files, to_index(metadata, locations))
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
@@ -218,6 +214,7 @@ def write_whole(files: Files, tensors: dict[str, Tensor]) -> None:
     Without a plan, which takes longer for small tensors than all else, while the interpreter is held.
 
     Raises:
+        CheckpointError: the index would be larger than any reader opens.
         OSError: a file could not be written.
     """
     chunks = []
@@ -232,8 +229,15 @@ def write_whole(files: Files, tensors: dict[str, Tensor]) -> None:
         )
         for chunk, place in zip(chunks, places, strict=True)
     }
+    _write_index(files, index)
+
+
+def _write_index(files: Files, index: Index) -> None:
+    content = index_bytes(index)
+    if len(content) > _INDEX_MOST_BYTES:
+        raise CheckpointError(f"its {TENSORS} would have {len(content)} bytes, and no reader opens more than 2**28")
     with files.writing(TENSORS) as stream:
-        stream.write(index_bytes(index))
+        stream.write(content)
 
 
 def _write_chunks(files: Files, rank: int, chunks: list[_LocalChunk]) -> list[_Place]:

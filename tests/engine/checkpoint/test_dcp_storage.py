@@ -40,6 +40,13 @@ def test_every_dtype_and_shape_comes_back_bit_for_bit(tmp_path, where):
         assert bits(found[name]) == bits(tensor), name
 
 
+def test_an_index_that_no_reader_opens_is_not_written(tmp_path, monkeypatch):
+    monkeypatch.setattr("polyphase.engine.checkpoint.dcp_storage._INDEX_MOST_BYTES", 100)
+    with pytest.raises(CheckpointError, match=r"its tensors\.json would have \d+ bytes, and no reader opens more"):
+        save(tmp_path / "x")
+    assert not (tmp_path / "x").exists()
+
+
 def test_a_tensor_is_read_into_its_place(tmp_path):
     path = save(tmp_path / "x", state_dict={"large": torch.ones(2**24)})
     Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak begins anew
