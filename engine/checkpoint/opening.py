@@ -90,14 +90,15 @@ def _states(
 
 def _check_marks(rest: dict[str, Any], ranks: list[Any], index: Index, *, is_exact: bool) -> None:
     """Checks that each mark stands for a tensor, at the place of this tensor, and that none was left out."""
-    of_all = [*marks(rest), *marks(ranks)]
+    of_rest = [*marks(rest)]
+    of_all = [*of_rest, *marks(ranks)]
     if any(type(key) is not str for _, key in of_all):
         raise CheckpointError("it refers to a tensor by a key that is not text")
     if absent := [key for _, key in of_all if key not in index]:
         raise CheckpointError(f"it has no tensors {', '.join(absent)}")
     if not is_exact:
         return
-    for path, key in marks(rest):
+    for path, key in of_rest:
         if key.rstrip("'") != path.rstrip("'"):
             raise CheckpointError(f"it has the tensor {key} in the place of {path}")
     # In the state of callbacks, another rank than rank 0 may have had tensors of its own.
