@@ -11,7 +11,8 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from .manifest import MOST_COUNT, CheckpointError, Manifest
+from ..typed import MOST
+from .manifest import CheckpointError, Manifest
 from .retention import Entry
 
 __all__ = ["Ledger", "RunId", "Snapshot", "begin_run", "free_suffix"]
@@ -75,7 +76,7 @@ class Ledger:
         sequences = {entry.path: entry.newer_sequence or 0 for entry in entries}
         sequences.update((path, manifest.sequence) for path, manifest in manifests)
         self._sequence = max(sequences.values(), default=0)
-        if self._sequence > MOST_COUNT - _MOST_SAVES:
+        if self._sequence > MOST - _MOST_SAVES:
             newest = max(sequences, key=lambda path: sequences[path])
             raise CheckpointError(
                 f"{newest} claims to be save number {self._sequence} in its folder, which leaves no numbers for this"

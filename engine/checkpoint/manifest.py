@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 
 from ..flags import did_you_mean
 from ..foreign import for_terminal
+from ..typed import MOST
 from .checked_io import Files, NotAPlainFileError, is_plain_name, resolve
 from .single_file import is_archive, manifest_text, size_of
 
@@ -23,7 +24,6 @@ __all__ = [
     "KINDS",
     "MANIFEST",
     "METADATA",
-    "MOST_COUNT",
     "RANKS",
     "README",
     "REST",
@@ -60,8 +60,6 @@ _RESERVED = re.compile(r"\.(lock|run\.json.*|polyphase|(saving|replaced|link)-.*
 """Names that `locks`, `run_record`, `publish` and NFS use in a folder of checkpoints."""
 _MOST_BYTES = 1 << 26
 _CRC_MOST = (1 << 32) - 1
-MOST_COUNT = (1 << 62) - 1
-"""The largest number that a manifest may have in any field."""
 _MOST_TIME_S = 253402300799
 """The end of the year 9999, the last that all systems can print."""
 
@@ -247,7 +245,7 @@ def _manifest(fields: dict[str, Any]) -> Manifest:
             raise ValueError(f"a file is called {name!r}, which is no name within the folder")
         if type(entry) is not list or len(entry) != 2:
             raise ValueError(f"{name} has no size and checksum")
-        if not all(type(n) is int and 0 <= n <= most for n, most in zip(entry, (MOST_COUNT, _CRC_MOST), strict=True)):
+        if not all(type(n) is int and 0 <= n <= most for n, most in zip(entry, (MOST, _CRC_MOST), strict=True)):
             raise ValueError(f"{name} has an impossible size or checksum")
     if not is_plain_name(_field(fields, "name", str)) or is_reserved(fields["name"]):
         raise ValueError(f"its name is {fields['name']!r}, which is no name within a folder")
@@ -257,7 +255,7 @@ def _manifest(fields: dict[str, Any]) -> Manifest:
         _count(fields, field)
     if _count(fields, "world_size") < 1:
         raise ValueError("world_size is 0")
-    if not all(type(size) is int and 0 < size <= MOST_COUNT for size in _field(fields, "layout", dict).values()):
+    if not all(type(size) is int and 0 < size <= MOST for size in _field(fields, "layout", dict).values()):
         raise ValueError("layout has a size that is no number above 0")
     if not all(type(version) is str for version in _field(fields, "versions", dict).values()):
         raise ValueError("versions has one that is no text")
@@ -283,7 +281,7 @@ def _field(fields: dict[str, Any], name: str, expected: type) -> Any:
 
 
 def _count(fields: dict[str, Any], name: str) -> int:
-    if not 0 <= _field(fields, name, int) <= MOST_COUNT:
+    if not 0 <= _field(fields, name, int) <= MOST:
         raise ValueError(f"{name} is {fields[name]}")
     return fields[name]
 

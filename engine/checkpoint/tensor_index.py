@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from ..typed import MOST
 from .manifest import CheckpointError
 
 __all__ = ["DTYPES", "Chunk", "StoredTensor", "check_index", "index_bytes", "parse_index", "to_index", "to_metadata"]
@@ -29,7 +30,6 @@ DTYPES: dict[str, torch.dtype] = {
     for value in vars(torch).values()
     if isinstance(value, torch.dtype) and not str(value).startswith(("torch.q", "torch.bits"))
 }
-_MOST = (1 << 62) - 1
 _MOST_DIMS = 64
 _MOST_CUT_DIMS = 6
 """A layout has four axes; each of them cuts a tensor along one dimension."""
@@ -124,7 +124,7 @@ def whole_numbers(values: Any) -> tuple[int, ...]:
     # The message omits the values: a few bytes of pickle can make nested values whose text fills the memory.
     if type(values) not in (list, tuple) or len(values) > _MOST_DIMS:
         raise ValueError(f"{type(values).__name__} in place of a shape")
-    if not {int}.issuperset(map(type, values)) or (values and not 0 <= min(values) <= max(values) <= _MOST):
+    if not {int}.issuperset(map(type, values)) or (values and not 0 <= min(values) <= max(values) <= MOST):
         raise ValueError("a shape has an item that is not a whole number")
     return tuple(values)
 
