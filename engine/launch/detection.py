@@ -68,15 +68,10 @@ _SLURM = _Names("SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS_P
 _MOST_PROCESSES = 10_000_000
 """More than any cluster has: a greater number is a mistake, and each process makes lists of all of them."""
 _COUNTS, _RANKS = range(1, _MOST_PROCESSES + 1), range(_MOST_PROCESSES)
+_LAUNCHERS = (*_MPI.values(), *_OTHERS.values(), _SLURM)
 _RANGES = {
-    **{
-        name: _COUNTS
-        for names in (*_MPI.values(), *_OTHERS.values(), _SLURM)
-        for name in (names.size, names.local_size)
-    },
-    **{
-        name: _RANKS for names in (*_MPI.values(), *_OTHERS.values(), _SLURM) for name in (names.rank, names.local_rank)
-    },
+    **{name: _COUNTS for names in _LAUNCHERS for name in (names.size, names.local_size)},
+    **{name: _RANKS for names in _LAUNCHERS for name in (names.rank, names.local_rank)},
     **dict.fromkeys(("SLURM_NNODES", "SLURM_JOB_NUM_NODES"), _COUNTS),
     **dict.fromkeys(("NODE_RANK", "GROUP_RANK", "SLURM_NODEID"), _RANKS),
     **dict.fromkeys(("MASTER_PORT", "STANDALONE_PORT"), range(1, 65_536)),
