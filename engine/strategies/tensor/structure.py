@@ -57,6 +57,12 @@ class PlanOptions:
     loss_parallel: bool
     by_sequence: bool
 
+    def input_style(self, num_parts: int = 1) -> ParallelStyle:
+        """The style of a region's first layer, whose output has this number of parts side by side."""
+        if num_parts == 1:
+            return ColwiseParallel(use_local_output=False)
+        return FusedColwise(num_parts, cuts_bias=not self.is_sharded)
+
     @property
     def output_style(self) -> ParallelStyle:
         """The style of a region's last layer, whose output is summed over the ranks."""
@@ -169,9 +175,7 @@ def _attention_entry(name: str, submodule: nn.Module, options: PlanOptions, skip
         }
         styles[f"{name}.{out}"] = PlainRowwise(Replicate())
         return Entry(name, f"{into} and {out} split, but attention itself done by every rank: {reason}", styles)
-    cut: ParallelStyle = (
-        FusedColwise(3, cuts_bias=not options.is_sharded) if fused else ColwiseParallel(use_local_output=False)
-    )
+    cut = options.input_style(3 if fused else 1)
     styles = {name: ParallelRegion(options.by_sequence), **{f"{name}.{layer}": cut for layer in projections}}
     styles[f"{name}.{out}"] = options.output_style
     text = f"{into} by columns, {out} by rows: {heads // num_ranks} of {heads} heads"
@@ -200,10 +204,7 @@ def _mlp_entry(name: str, submodule: nn.Module, options: PlanOptions, skipped: S
         if hidden % num_ranks:
             skipped.append((f"{name}.{second}", f"{hidden} hidden units are no multiple of {num_ranks}"))
             continue
-        cut: ParallelStyle = (
-            FusedColwise(2, cuts_bias=not options.is_sharded) if is_fused else ColwiseParallel(use_local_output=False)
-        )
-        styles |= {f"{name}.{first}": cut for first in firsts}
+        styles |= dict.fromkeys((f"{name}.{first}" for first in firsts), options.input_style(2 if is_fused else 1))
         styles[f"{name}.{second}"] = options.output_style
         words.append(
             f"{', '.join(firsts)} by columns, {second} by rows: {hidden // num_ranks} of {hidden} hidden units"
