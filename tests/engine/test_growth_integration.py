@@ -27,7 +27,13 @@ NUM_STEPS = 4
 """Of the run that saves, in its last step: two that are compared with one process, the end of that, a usual one."""
 
 STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
-BY_THE_CLOCK = tuple(f"/engine/distributed/{name}.py" for name in ("job_store", "signing", "store_calls"))
+BY_THE_CLOCK = tuple(
+    f"/engine/{name}.py"
+    for name in (
+        *("distributed/job_store", "distributed/signing", "distributed/store_calls"),
+        *("reliability/heartbeat", "reliability/tracebacks", "reliability/watchdog"),
+    )
+)
 """What is called once a second, and more often in a larger run for that alone."""
 
 
