@@ -14,6 +14,7 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
+import hypothesis
 import pytest
 
 from tests import warm
@@ -38,6 +39,10 @@ IGNORED = (
     "ignore:Detected call of `lr_scheduler.step",
 )
 
+
+# Other processes may have the machine while a test runs.
+hypothesis.settings.register_profile("untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("untimed")
 
 ALONE = (
     "callbacks/test_doctor.py",

@@ -36,7 +36,7 @@ TREES = st.recursive(
 CHECKPOINTS = st.dictionaries(st.sampled_from(["state_dict", "optimizer_states", "callbacks", "mine"]), TREES)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(CHECKPOINTS)
 def test_taking_apart_and_joining_changes_nothing(checkpoint):
     tensors, rest = split(checkpoint, "rank1.")

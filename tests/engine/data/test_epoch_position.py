@@ -65,7 +65,7 @@ def gone_on(order: Any, saved: dict[str, Any], world: int, batch_size: int, **ar
     return ranks
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     size=st.integers(1, 50),
     worlds=st.tuples(st.integers(1, 4), st.integers(1, 4)),
@@ -97,7 +97,7 @@ def test_each_sample_once_in_the_epochs_order(size, worlds, batch_sizes, epoch, 
         assert len(together) - size < max(worlds)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(num_batches=st.integers(1, 12), worlds=st.tuples(st.integers(1, 3), st.integers(1, 3)), data=st.data())
 def test_of_a_batch_sampler_each_batch_once(num_batches, worlds, data):
     def order():
