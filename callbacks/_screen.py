@@ -121,15 +121,10 @@ class CellOutput:
             self._display(())
 
     def _display(self, rows: Sequence[str]) -> None:
-        from IPython import get_ipython
         from IPython.display import display
 
         content = {"text/plain": "\n".join(rows)}
         if self._handle is None:
-            kernel = getattr(get_ipython(), "kernel", None)
-            if kernel is not None:
-                # The session drops displays of forked processes until something is printed; printing sets this too.
-                kernel.session.check_pid = False
             self._handle = display(content, raw=True, display_id=True)
         else:
             self._handle.update(content, raw=True)

@@ -32,7 +32,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from lightning.pytorch.utilities.argparse import _parse_env_variables
 from lightning.pytorch.utilities.combined_loader import _MaxSizeCycle
-from lightning.pytorch.utilities.data import _update_dataloader
+from lightning.pytorch.utilities.data import _dataloader_init_kwargs_resolve_sampler
 from lightning.pytorch.utilities.exceptions import _TunerExitException
 
 __all__ = [
@@ -66,11 +66,11 @@ __all__ = [
     "_auto_add_worker_init_fn",
     "_configure_optimizers",
     "_convert_params",
+    "_dataloader_init_kwargs_resolve_sampler",
     "_flatten_dict",
     "_get_default_dtype",
     "_parse_env_variables",
     "_parse_num_batches",
     "_select_auto_accelerator",
-    "_update_dataloader",
     "_update_properties",
 ]

@@ -237,6 +237,15 @@ def _sigterm_calls(handler: Callable[..., None]) -> Iterator[None]:
         _restore_sigterm()
 
 
+def _display_in_cell() -> None:
+    """Has a fork of a notebook's kernel display tables, bars and pictures in the cell, where its printed lines go."""
+    ipython: Any = sys.modules.get("IPython")
+    kernel = getattr(ipython and ipython.get_ipython(), "kernel", None)
+    if kernel is not None:
+        # ipykernel drops displays of forked processes, with a warning on the server's terminal.
+        kernel.session.check_pid = False
+
+
 def _restore_sigterm() -> None:
     signal.signal(signal.SIGTERM, _before.pop() or signal.SIG_DFL)
 
@@ -325,6 +334,7 @@ class _WorkerLauncher(_MultiProcessingLauncher):
             gc.freeze()  # collected here, the parent's dropped groups and stores would join threads that only it has
             if self._needs_one_thread:  # the parent's threads of OpenMP are not here, and it would wait for them
                 compute_with_one_thread()
+            _display_in_cell()
         else:
             pickle_generators()  # as do its loaders' workers
         if not faulthandler.is_enabled():  # a fork: other processes read it from the environment

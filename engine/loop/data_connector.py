@@ -10,14 +10,18 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import RunningStage, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_warn
-
-# Lightning: rebuilds a DataLoader with another sampler; everything else stays the user's.
 from lightning.pytorch.utilities.data import has_iterable_dataset, sized_len
 from torch.utils.data import DataLoader, DistributedSampler
 
 # Lightning: seeds workers, after seed_everything(workers=True).
 # Lightning: records the indices of each batch, for prediction writers.
-from .._compat.lightning import _auto_add_worker_init_fn, _DataConnector, _IndexBatchSamplerWrapper, _update_dataloader
+# Lightning: makes a batch sampler of the user's class with another sampler.
+from .._compat.lightning import (
+    _auto_add_worker_init_fn,
+    _DataConnector,
+    _dataloader_init_kwargs_resolve_sampler,
+    _IndexBatchSamplerWrapper,
+)
 from ..data import (
     EvalBatchSampler,
     FlattenedBatchSampler,
@@ -90,11 +94,11 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
     def _prepare_dataloader(self, dataloader: object, shuffle: bool, mode: RunningStage) -> object:
         # Lightning: _DataConnector._prepare_dataloader, after which Lightning seeds workers by the global rank; but
         # ranks that share samples need the same ones.
-        prepared = self._prepare(dataloader, shuffle, mode)
+        prepared = self._prepare(dataloader, mode)
         _auto_add_worker_init_fn(prepared, self.trainer.data_rank)
         return prepared
 
-    def _prepare(self, dataloader: object, shuffle: bool, mode: RunningStage) -> object:
+    def _prepare(self, dataloader: object, mode: RunningStage) -> object:
         if self._seeds_samples:
             check_seedable(dataloader)
         self._check_replicas(dataloader)
@@ -108,17 +112,19 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
             self.trainer._checkpoint_connector.seed_rank_stream()
             self.data_position.resume(prepared)
             return prepared
-        prepared = self._prepare_evaluation(dataloader, shuffle, mode)
+        prepared = self._prepare_evaluation(dataloader, mode)
         # Each evaluation has the same draws, so that two of them differ only by the model.
         return self._seed_samples(prepared, (1,), lambda: 0)
 
-    def _prepare_evaluation(self, dataloader: object, shuffle: bool, mode: RunningStage) -> object:
-        # Prediction in one process keeps Lightning's sampler, which records the indices.
-        if isinstance(dataloader, DataLoader) and self._is_shared(dataloader):
+    def _prepare_evaluation(self, dataloader: object, mode: RunningStage) -> object:
+        if not isinstance(dataloader, DataLoader):
+            return dataloader
+        if self._is_shared(dataloader):
             return self._deal_evaluation(dataloader, mode)
-        if isinstance(dataloader, DataLoader) and mode != RunningStage.PREDICTING and self._is_dealt(dataloader, mode):
-            return self._deal(dataloader, mode)
-        return super()._prepare_dataloader(dataloader, shuffle, mode)
+        if mode == RunningStage.PREDICTING:
+            is_stream = has_iterable_dataset(dataloader) or dataloader.batch_sampler is None
+            return dataloader if is_stream else _with_order(dataloader, _order_of(dataloader), mode)
+        return self._deal(dataloader, mode) if self._is_dealt(dataloader, mode) else dataloader
 
     def _prepare_training(self, dataloader: object) -> object:
         if self.sizes.global_batch_size is not None:
@@ -194,7 +200,7 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
             return clone_loader(dataloader, batch_sampler=sampler, sampler=sampler)
         if batches is None or hasattr(batches, "sampler"):
             return _with_sampler(dataloader, sampler)
-        return _update_dataloader(dataloader, sampler, mode=mode)  # raises Lightning's error about such a batch sampler
+        return _with_order(dataloader, sampler, mode)  # or Lightning's error about such a batch sampler
 
     def _is_dealt(self, dataloader: DataLoader, mode: RunningStage) -> bool:
         """Whether the engine splits the order of `dataloader` over ranks.
@@ -250,8 +256,7 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
         batches: Any = dataloader.batch_sampler
         if predicts and is_custom(batches):
             # Lightning: for a prediction, it disables a batch sampler's drop_last if possible, and wraps the sampler.
-            updated: Any = _update_dataloader(dataloader, _order_of(dataloader), mode=mode)
-            batches = updated.batch_sampler._batch_sampler
+            batches = _with_order(dataloader, _order_of(dataloader), mode).batch_sampler._batch_sampler
         order, batch_size = evaluated_order(dataloader, batches)
         eval_sampler = EvalBatchSampler(
             GlobalOrder(order, broadcast=self._broadcast),
@@ -289,6 +294,13 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
 def _order_of(dataloader: DataLoader) -> Any:
     """Returns the sampler that determines the order: the batch sampler's, if it has one, otherwise the loader's."""
     return getattr(dataloader.batch_sampler, "sampler", dataloader.sampler)
+
+
+def _with_order(dataloader: DataLoader, sampler: Any, mode: RunningStage) -> Any:
+    """Returns a copy of `dataloader` whose batch sampler was made again; for a prediction it leaves out no sample."""
+    made = _dataloader_init_kwargs_resolve_sampler(dataloader, sampler, mode)
+    # Lightning calls the loader's constructor again, which fails if the user gave its arguments by position.
+    return clone_loader(dataloader, batch_sampler=made["batch_sampler"])
 
 
 def _with_sampler(dataloader: DataLoader, sampler: GlobalOrder) -> DataLoader:

@@ -34,7 +34,7 @@ class Module(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 data = DataLoader(torch.randn(600 * DEVICES, 4), batch_size=2)
-quiet = dict(logger=False, enable_checkpointing=False, enable_model_summary=False)
+quiet = dict(logger=False, enable_checkpointing=False)
 engine = Engine(
     strategy="STRATEGY", devices=DEVICES, accelerator="cpu", max_epochs=3, log_every_n_steps=1, **quiet
 )

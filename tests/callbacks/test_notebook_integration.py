@@ -16,12 +16,15 @@ JOB = Path(__file__).parent / "notebook_job.py"
 @pytest.mark.parametrize(
     ("strategy", "num_ranks"), [pytest.param("single", 1, marks=pytest.mark.nightly), ("ddp_notebook", 2)]
 )
-def test_a_cell_has_one_bar(strategy, num_ranks):
+def test_a_cell_has_the_table_of_layers_and_one_bar(strategy, num_ranks):
     finished = run_command([sys.executable, JOB, strategy, str(num_ranks)], timeout_s=200)
     assert finished.returncode == 0, finished.output
     (line,) = [line for line in finished.output.splitlines() if line.startswith("OUTPUTS ")]
     fit, test = json.loads(line.removeprefix("OUTPUTS "))
-    (bar,) = displayed(fit)
+    layers, total, bar = displayed(fit)
+    assert "Linear" in layers
+    assert total.startswith("5 parameters, 5 trainable")
+    assert "from fork" not in finished.output
     row, metrics = bar.splitlines()
     assert re.fullmatch(r"Epoch 3/3  ━{40}  300/300  0:\d\d:\d\d  \d+\.\d it/s", row)
     assert re.fullmatch(r"train/loss \S+  val/loss \S+", metrics)

@@ -262,3 +262,44 @@ def test_prediction_keeps_the_order():
             return batch.tolist()
 
     assert engine().predict(Predicts(), DataLoader(Positions(5), batch_size=2)) == [[0, 1], [2, 3], [4]]
+
+
+class Reversed(DataLoader):
+    """Has a constructor that can't be called again with its own attributes."""
+
+    def __init__(self, size):
+        super().__init__(Positions(size), 2, sampler=range(size - 1, -1, -1))
+
+
+HOOKS = {
+    "by position": lambda: DataLoader(Positions(5), 2, False, None, None, 0, None, False, True),
+    "of a class of the user's": lambda: Reversed(5),
+    "by a batch sampler": lambda: DataLoader(Positions(5), batch_sampler=BatchSampler(range(4, -1, -1), 2, True)),
+}
+
+
+@pytest.mark.parametrize("made", HOOKS)
+@pytest.mark.parametrize("strategy", ["single", "ddp_fork"])
+@pytest.mark.filterwarnings("ignore:Your `.*_dataloader`'s sampler has shuffling enabled")
+def test_a_loader_that_a_hook_makes_is_used_however_its_arguments_are_given(made, strategy):
+    class Makes(Seen):
+        def validation_step(self, batch, batch_idx):
+            self.epochs.append(batch.tolist())
+
+        test_step = validation_step
+
+        def predict_step(self, batch, batch_idx):
+            return batch.tolist()
+
+        def made(self):
+            return HOOKS[made]()
+
+        val_dataloader = test_dataloader = predict_dataloader = made
+
+    batches = [[0, 1], [2, 3], [4]] if made == "by position" else [[4, 3], [2, 1], [0]]
+    trainer = engine(strategy=strategy)
+    assert trainer.predict(Makes()) == batches  # also what drop_last leaves out of an evaluation
+    module = Makes()
+    for stage in (trainer.validate, trainer.test):
+        stage(module, verbose=False)
+    assert strategy != "single" or module.epochs == 2 * batches[: None if made.startswith("of") else 2]

@@ -140,7 +140,7 @@ def test_it_is_read_whole_in_one_process_and_without_the_engines_samplers(flags)
     connector = engine(**{"strategy": "ddp", "devices": 2} | flags)._data_connector
     connector.trainer.state.status = TrainerStatus.RUNNING
     for loader in (DataLoader(Stream(6)), Batches()):
-        prepared = connector._prepare(loader, shuffle=False, mode=RunningStage.VALIDATING)
+        prepared = connector._prepare(loader, mode=RunningStage.VALIDATING)
         assert getattr(prepared, "dataset", prepared) is getattr(loader, "dataset", loader)
 
 
@@ -150,7 +150,7 @@ def test_it_is_if_the_user_says_so(shards_itself):
     connector.trainer.state.status = TrainerStatus.RUNNING
     batches = Batches()
     batches.shards_itself = shards_itself
-    assert connector._prepare(batches, shuffle=False, mode=RunningStage.VALIDATING) is batches
+    assert connector._prepare(batches, mode=RunningStage.VALIDATING) is batches
 
 
 @pytest.mark.parametrize(
