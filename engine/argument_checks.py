@@ -72,8 +72,6 @@ _LIGHTNING_SAYS = {
     "overfit_batches": _BATCHES_OF,
     "val_check_interval": _BATCHES_OF,
     "check_val_every_n_epoch": "`{name}` should be an integer.",
-    "reload_dataloaders_every_n_epochs": "`{name}` should be an int >= 0",
-    "fast_dev_run": "{name}={value} is not a valid configuration. It should be >= 0.",
     "max_epochs": "`{name}` must be a non-negative integer or -1",
     "max_steps": "`{name}` must be a non-negative integer or -1",
     "gradient_clip_val": "`{name}` should be an int or a float",
@@ -81,7 +79,7 @@ _LIGHTNING_SAYS = {
     "profiler": "When passing string value for the `{name}` parameter of `Trainer`, it can only be one of",
     "devices": "`{name}` must be an int, a string, a sequence of ints, but you passed",
 }
-"""The first words of Lightning's messages, which scripts and tests look for; the engine's messages end with them."""
+"""The first words of Lightning's messages which its own tests look for; the engine's messages end with them."""
 
 _ANY_CASE = ("gradient_clip_algorithm", "profiler")
 """Closed sets whose values Lightning also accepts in capitals."""

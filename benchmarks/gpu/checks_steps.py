@@ -84,12 +84,12 @@ class Weighed(MLP):
 
 
 def offload() -> str:
-    flag = "fsdp:cpu_offload=true"
-    seen = [close("clipped", trained(MLP, flag, gradient_clip_val=0.05), by_hand(MLP, clip=0.05))]
-    seen += [close("weighed", trained(Weighed, flag), by_hand(MLP))]
+    flags = {"strategy": "fsdp", "offload": "parameters"}
+    seen = [close("clipped", trained(MLP, **flags, gradient_clip_val=0.05), by_hand(MLP, clip=0.05))]
+    seen += [close("weighed", trained(Weighed, **flags), by_hand(MLP))]
     half = {"precision": "16-mixed"}
     # Half precision rounds at other places in a sharded module: a few steps of 1e-3 apart at most.
-    seen += [close("16-mixed", trained(MLP, flag, **half), trained(MLP, **half), 5e-3)]
+    seen += [close("16-mixed", trained(MLP, **flags, **half), trained(MLP, **half), 5e-3)]
     return ", ".join(seen)
 
 

@@ -19,7 +19,6 @@ from ..foreign import for_terminal
 from .checked_io import Files, resolve
 from .endings import SUFFIXES
 from .manifest import (
-    METADATA,
     RANKS,
     REST,
     TENSORS,
@@ -97,7 +96,7 @@ def _inspect(path: str, tensors: bool) -> int:
     if is_checkpoint(path) and not is_directory(path):
         return _inspect_file(path, tensors)
     manifest, files = read_manifest(path), Files(path)
-    small = [name for name in (METADATA, TENSORS, REST, RANKS) if name in manifest.files]
+    small = [name for name in (TENSORS, REST, RANKS) if name in manifest.files]
     wrong = [f"{name} is missing in the manifest" for name in manifest.missing_files()]
     wrong += [problem for name in small if (problem := files.check(name, *manifest.files[name]))]
     wrong = wrong or check_content(path, manifest, is_to_open=False)

@@ -19,7 +19,7 @@ from .state_tree import NAMES, is_mark
 __all__ = ["VERSION", "check_state"]
 
 VERSION = 2
-"""The version of the engine's own entry: since 2, a checkpoint has all fields that are declared here."""
+"""The version of the engine's own entry."""
 
 _MOST_ELEMENTS_OF_STATE = 2**16
 """More than the state of any random generator has."""
@@ -222,13 +222,13 @@ class _Workers(TypedDict):
     states: dict[Count, _Generators]
 
 
-class _LoaderSince2(_Loader, total=False):
+class _AnyLoader(_Loader, total=False):
     data_epoch: Any
     generators: int | None
     own: Required[dict[str, _OfGenerator]]
 
 
-class _OrderedLoader(_LoaderSince2):
+class _OrderedLoader(_AnyLoader):
     epoch: Count
     position: Count
     length: Count
@@ -247,7 +247,7 @@ class _Shards(TypedDict):
     dealt: Any
 
 
-class _StatefulLoader(_LoaderSince2):
+class _StatefulLoader(_AnyLoader):
     batch_size: Any
     num_workers: Any
     state: Any
@@ -266,9 +266,6 @@ class _Rank(TypedDict):
     random: _Generators
     data: _Data
     compression: dict[str, Any]
-
-
-class _RankSince2(_Rank):
     strategy: dict[str, Any]
 
 
@@ -291,16 +288,6 @@ class _Engine(TypedDict):
     world_size: Positive
     accumulate_grad_batches: Positive
     accumulation_asked: Positive
-    optimizers: NotRequired[list[str]]
-    """Missing where a process saves what the workers that it had started have returned."""
-
-
-class _EngineBefore2(_Engine, total=False):
-    layout: dict[str, Positive]
-    run: _Run
-
-
-class _EngineSince2(_Engine):
     version: Count
     cut_short: bool
     loaders_of_epoch: Count
@@ -309,6 +296,8 @@ class _EngineSince2(_Engine):
     trained: _Trained
     run: _Run
     strategy: dict[str, Any]
+    optimizers: NotRequired[list[str]]
+    """Missing where a process saves what the workers that it had started have returned."""
 
 
 # --- the check
@@ -353,14 +342,12 @@ def _wrong_names(rest: dict[str, Any], own: dict[str, Any]) -> Iterator[str]:
 
 def _wrong_state(rest: Any, own: dict[str, Any], ranks: Any, manifest: Manifest | None) -> Iterator[str]:
     """Yields what is wrong with the state of a run."""
-    is_old = type(own.get("version")) is not int or own["version"] < VERSION
-    kinds = (_EngineBefore2, list[_Rank]) if is_old else (_EngineSince2, list[_RankSince2])
-    for value, kind, where in ((rest, _Fit, "the checkpoint"), (own, kinds[0], OURS), (ranks, kinds[1], "ranks")):
+    for value, kind, where in ((rest, _Fit, "the checkpoint"), (own, _Engine, OURS), (ranks, list[_Rank], "ranks")):
         if wrong := problem(value, kind, where):
             yield wrong
             return
     yield from _contradictions(rest, own, manifest)
-    yield from _wrong_ranks(own, ranks, is_old)
+    yield from _wrong_ranks(own, ranks)
 
 
 def _contradictions(rest: dict[str, Any], own: dict[str, Any], manifest: Manifest | None) -> Iterator[str]:
@@ -373,13 +360,13 @@ def _contradictions(rest: dict[str, Any], own: dict[str, Any], manifest: Manifes
         yield f"global_step is {rest['global_step']}, and the loops count {max(steps)} steps"
     if manifest is not None and own["world_size"] != manifest.world_size:
         yield f"{OURS}.world_size is {own['world_size']}, and {manifest.world_size} rank(s) have saved it"
-    if own.get("layout", {}).get("pp", 1) > own["world_size"]:
+    if own["layout"].get("pp", 1) > own["world_size"]:
         yield f"{OURS}.layout has more stages than the {own['world_size']} rank(s) that have saved it"
     if "optimizers" in own and len(own["optimizers"]) != len(rest["optimizer_states"]):
         yield f"{OURS}.optimizers names {len(own['optimizers'])}, and {len(rest['optimizer_states'])} have a state"
 
 
-def _wrong_ranks(own: dict[str, Any], ranks: list[Any], is_old: bool) -> Iterator[str]:
+def _wrong_ranks(own: dict[str, Any], ranks: list[Any]) -> Iterator[str]:
     if len(ranks) != own["world_size"]:
         yield f"it has the state of {len(ranks)} rank(s), and {own['world_size']} have saved it"
         return
@@ -391,7 +378,7 @@ def _wrong_ranks(own: dict[str, Any], ranks: list[Any], is_old: bool) -> Iterato
             yield f"ranks[{rank}].data.batches is {data['batches']}, and the run has done {done}"
         if [loader["unit"] for loader in data["loaders"]] != units:
             yield f"ranks[{rank}].data.loaders has other loaders than rank 0"
-        for number, loader in enumerate(data["loaders"] if not is_old else []):
+        for number, loader in enumerate(data["loaders"]):
             where = f"ranks[{rank}].data.loaders[{number}]"
             if wrong := problem(loader, _KINDS_OF_LOADERS.get(loader["unit"], _OrderedLoader), where):
                 yield wrong
@@ -399,4 +386,4 @@ def _wrong_ranks(own: dict[str, Any], ranks: list[Any], is_old: bool) -> Iterato
                 yield f"{where}.position is behind its end"
 
 
-_KINDS_OF_LOADERS = {None: _LoaderSince2, "stateful": _StatefulLoader}
+_KINDS_OF_LOADERS = {None: _AnyLoader, "stateful": _StatefulLoader}

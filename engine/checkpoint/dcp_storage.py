@@ -1,15 +1,12 @@
 """Storage of a checkpoint's tensors: torch.distributed.checkpoint plans it, `Files` writes and reads plain bytes.
 
 Each rank writes two files in the format of safetensors, which other tools can read, too. Rank 0 writes the index
-`tensors.json`, which has the file and the position of each chunk. No file is a pickle. Format 1 had pickles, and can
-still be read: its metadata without unpickling, each tensor by ``torch.load(weights_only=True)``.
+`tensors.json`, which has the file and the position of each chunk. No file is a pickle.
 """
 
 import dataclasses
-import io
 import json
 import math
-import pickle
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -23,8 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from .checked_io import Files, NotAPlainFileError
-from .format1 import parse_metadata
-from .manifest import METADATA, TENSORS, CheckpointError, Manifest
+from .manifest import TENSORS, CheckpointError, Manifest
 from .tensor_index import Chunk, Index, StoredTensor, check_index, index_bytes, parse_index, to_index, to_metadata
 
 __all__ = ["Reader", "Writer", "read_index", "tensors_in", "write_whole"]
@@ -118,13 +114,10 @@ class Reader(StorageReader):
     Args:
         files: files of the checkpoint.
         index: index of the same files, from `read_index`.
-        is_packed: the checkpoint is of format 1.
     """
 
-    def __init__(self, files: Files, index: Index, *, is_packed: bool = False) -> None:
-        self._files, self._is_packed = files, is_packed
-        self._metadata = to_metadata(index)
-        self._index = index
+    def __init__(self, files: Files, index: Index) -> None:
+        self._files, self._index, self._metadata = files, index, to_metadata(index)
 
     def reset(self, checkpoint_id: Any = None) -> None:
         """Implements `StorageReader.reset`: there is nothing to reset."""
@@ -167,10 +160,7 @@ class Reader(StorageReader):
     def _read(self, stream: Any, chunk: Chunk, item: ReadItem, planner: LoadPlanner) -> None:
         target = planner.resolve_tensor(item).detach()
         dtype = self._index[item.storage_index.fqn].dtype
-        if self._is_packed:
-            block, offsets = _unpacked(stream, chunk, dtype), list(item.storage_offsets)
-        else:
-            block, offsets = _rows(stream, chunk, dtype, item, target)
+        block, offsets = _rows(stream, chunk, dtype, item, target)
         if block is not target:
             for dim, (offset, length) in enumerate(zip(offsets, item.lengths, strict=True)):
                 block = block.narrow(dim, offset, length)
@@ -190,13 +180,12 @@ def read_index(files: Files, manifest: Manifest) -> Index:
     Raises:
         CheckpointError: the index can't be parsed, or contradicts the manifest.
     """
-    is_packed = manifest.format < 2
     try:
-        content = files.read(METADATA if is_packed else TENSORS, most_bytes=_INDEX_MOST_BYTES)
+        content = files.read(TENSORS, most_bytes=_INDEX_MOST_BYTES)
     except NotAPlainFileError as error:
         raise CheckpointError(str(error)) from None
-    index = parse_metadata(content) if is_packed else parse_index(content)
-    check_index(index, manifest.files, is_packed=is_packed)
+    index = parse_index(content)
+    check_index(index, manifest.files)
     return index
 
 
@@ -333,16 +322,3 @@ def _fill(stream: Any, buffer: memoryview, name: str) -> None:
         if not count:
             raise CheckpointError(f"{name} ends too early")
         buffer = buffer[count:]
-
-
-def _unpacked(stream: Any, chunk: Chunk, dtype: torch.dtype) -> Tensor:
-    """Reads a tensor of format 1, which `torch.save` has written into a part of a file."""
-    stream.seek(chunk.start)
-    content = io.BytesIO(stream.read(chunk.num_bytes))
-    try:
-        tensor = torch.load(content, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, KeyError) as error:
-        raise CheckpointError(f"a tensor in {chunk.file} can't be read: {str(error).splitlines()[0]}") from None
-    if type(tensor) is not Tensor or tensor.dtype != dtype or tuple(tensor.shape) != chunk.sizes:
-        raise CheckpointError(f"{chunk.file} does not have the tensor that its metadata names: {type(tensor).__name__}")
-    return tensor

@@ -23,7 +23,6 @@ __all__ = [
     "FORMAT",
     "KINDS",
     "MANIFEST",
-    "METADATA",
     "RANKS",
     "README",
     "REST",
@@ -48,14 +47,12 @@ REST = "rest.pt"
 RANKS = "ranks.pt"
 """The file of each rank's own state, in rank order."""
 TENSORS = "tensors.json"
-"""The index of the tensors, with the file and position of each; since format 2."""
-METADATA = ".metadata"
-"""The index of the tensors in format 1: a pickle of `torch.distributed.checkpoint`."""
+"""The index of the tensors, with the file and position of each."""
 
 FORMAT = 2
-"""Version of the directory format; larger versions are refused. Format 1 had pickles instead of `TENSORS`."""
+"""Version of the directory format; other versions are refused."""
 
-_FILES = re.compile(r"(rest|ranks)\.pt|tensors\.json|shard-\d+-\d+\.safetensors|__\d+_\d+\.distcp|\.metadata(\.tmp)?")
+_FILES = re.compile(r"(rest|ranks)\.pt|tensors\.json|shard-\d+-\d+\.safetensors")
 _RESERVED = re.compile(r"\.(lock|run\.json.*|polyphase|(saving|replaced|link)-.*|nfs.*)", re.DOTALL)
 """Names that `locks`, `run_record`, `publish` and NFS use in a folder of checkpoints."""
 _MOST_BYTES = 1 << 26
@@ -108,7 +105,7 @@ class Manifest:
     files: dict[str, tuple[int, int]]
     """Size in bytes and CRC-32 of each file, by its name."""
     run: str = ""
-    """Id of the run that saved the checkpoint; empty in format 1."""
+    """Id of the run that saved the checkpoint."""
     lineage: tuple[str, ...] = ()
     """Ids of the runs that this run continues, oldest first, then its own id."""
     sequence: int = 0
@@ -131,7 +128,7 @@ class Manifest:
 
     def missing_files(self) -> list[str]:
         """Returns the required files of a directory that this manifest does not list."""
-        return [name for name in (REST, RANKS, TENSORS if self.format > 1 else METADATA) if name not in self.files]
+        return [name for name in (REST, RANKS, TENSORS) if name not in self.files]
 
 
 def is_file_of_ours(name: str) -> bool:
@@ -239,6 +236,8 @@ def parse_manifest(content: bytes, path: str | os.PathLike[str]) -> Manifest:
 
 
 def _manifest(fields: dict[str, Any]) -> Manifest:
+    if fields["format"] != FORMAT:
+        raise ValueError(f"its format is {fields['format']}, which no release has written")
     files = _field(fields, "files", dict)
     for name, entry in files.items():
         if not is_plain_name(name):
@@ -259,17 +258,15 @@ def _manifest(fields: dict[str, Any]) -> Manifest:
         raise ValueError("layout has a size that is no number above 0")
     if not all(type(version) is str for version in _field(fields, "versions", dict).values()):
         raise ValueError("versions has one that is no text")
-    if fields["format"] > 1:
-        _count(fields, "sequence")
-        _field(fields, "run", str)
-        if not all(type(run) is str for run in _field(fields, "lineage", list)):
-            raise ValueError("lineage has an id that is no text")
-        if fields["kind"] not in KINDS:
-            raise ValueError(f"kind is {fields['kind']!r}")
-        fields["lineage"] = tuple(fields["lineage"])
-        if not all(type(logger) is dict for logger in _field({"loggers": [], **fields}, "loggers", list)):
-            raise ValueError("loggers has one that is no dictionary")
-        fields["loggers"] = tuple(fields.get("loggers", ()))
+    _count(fields, "sequence")
+    _field(fields, "run", str)
+    if not all(type(run) is str for run in _field(fields, "lineage", list)):
+        raise ValueError("lineage has an id that is no text")
+    if fields["kind"] not in KINDS:
+        raise ValueError(f"kind is {fields['kind']!r}")
+    if not all(type(logger) is dict for logger in _field(fields, "loggers", list)):
+        raise ValueError("loggers has one that is no dictionary")
+    fields["lineage"], fields["loggers"] = tuple(fields["lineage"]), tuple(fields["loggers"])
     fields["files"] = {name: (size, crc) for name, (size, crc) in files.items()}
     return Manifest(**fields)
 

@@ -62,7 +62,7 @@ def open_directory(path: str, manifest: Manifest, num_ranks: int, wants: Wants) 
             for key, template in templates.items()
             if key not in elsewhere
         }
-        reader = Reader(files, index, is_packed=manifest.format < 2)
+        reader = Reader(files, index)
         planner, plan = reading_plan(tensors, reader.read_metadata())
         reader.read_data(plan, planner)
         tensors.update(elsewhere)
@@ -83,12 +83,12 @@ def _states(
     for key, expected in (("global_step", manifest.step), ("epoch", manifest.epoch)):
         if rest.get(key, expected) != expected:
             raise CheckpointError(f"its {key} is {expected} in the manifest, but another in {REST}")
-    _check_marks(rest, ranks, index, is_exact=manifest.format > 1)
+    _check_marks(rest, ranks, index)
     check_state(rest, ranks, manifest)
     return rest, ranks
 
 
-def _check_marks(rest: dict[str, Any], ranks: list[Any], index: Index, *, is_exact: bool) -> None:
+def _check_marks(rest: dict[str, Any], ranks: list[Any], index: Index) -> None:
     """Checks that each mark stands for a tensor, at the place of this tensor, and that none was left out."""
     of_rest = [*marks(rest)]
     of_all = [*of_rest, *marks(ranks)]
@@ -96,8 +96,6 @@ def _check_marks(rest: dict[str, Any], ranks: list[Any], index: Index, *, is_exa
         raise CheckpointError("it refers to a tensor by a key that is not text")
     if absent := [key for _, key in of_all if key not in index]:
         raise CheckpointError(f"it has no tensors {', '.join(absent)}")
-    if not is_exact:
-        return
     for path, key in of_rest:
         if key.rstrip("'") != path.rstrip("'"):
             raise CheckpointError(f"it has the tensor {key} in the place of {path}")

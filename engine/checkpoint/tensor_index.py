@@ -23,9 +23,9 @@ from torch.distributed.checkpoint.metadata import (
 from ..typed import MOST
 from .manifest import CheckpointError
 
-__all__ = ["DTYPES", "Chunk", "StoredTensor", "check_index", "index_bytes", "parse_index", "to_index", "to_metadata"]
+__all__ = ["Chunk", "StoredTensor", "check_index", "index_bytes", "parse_index", "to_index", "to_metadata"]
 
-DTYPES: dict[str, torch.dtype] = {
+_DTYPES: dict[str, torch.dtype] = {
     str(value).removeprefix("torch."): value
     for value in vars(torch).values()
     if isinstance(value, torch.dtype) and not str(value).startswith(("torch.q", "torch.bits"))
@@ -45,7 +45,6 @@ class Chunk(NamedTuple):
     start: int
     """The position of its first byte in the file."""
     num_bytes: int
-    """The number of bytes in the file; in format 1, of the embedded `torch.save` file."""
 
 
 class StoredTensor(NamedTuple):
@@ -109,19 +108,19 @@ def parse_index(content: bytes) -> Index:
 
 def _tensor(about: dict[str, Any], files: list[str]) -> StoredTensor:
     chunks = [
-        Chunk(whole_numbers(offsets), whole_numbers(sizes), files[number], *whole_numbers([start, num_bytes]))
+        Chunk(_whole_numbers(offsets), _whole_numbers(sizes), files[number], *_whole_numbers([start, num_bytes]))
         for offsets, sizes, number, start, num_bytes in about["chunks"]
     ]
-    return StoredTensor(DTYPES[about["dtype"]], whole_numbers(about["size"]), chunks)
+    return StoredTensor(_DTYPES[about["dtype"]], _whole_numbers(about["size"]), chunks)
 
 
-def whole_numbers(values: Any) -> tuple[int, ...]:
+def _whole_numbers(values: Any) -> tuple[int, ...]:
     """Converts a list of whole numbers, such as a shape, to a tuple.
 
     Raises:
         ValueError: `values` is not such a list.
     """
-    # The message omits the values: a few bytes of pickle can make nested values whose text fills the memory.
+    # The message omits the values: an index of 256 MB may have nested ones whose text fills the memory.
     if type(values) not in (list, tuple) or len(values) > _MOST_DIMS:
         raise ValueError(f"{type(values).__name__} in place of a shape")
     if not {int}.issuperset(map(type, values)) or (values and not 0 <= min(values) <= max(values) <= MOST):
@@ -129,23 +128,22 @@ def whole_numbers(values: Any) -> tuple[int, ...]:
     return tuple(values)
 
 
-def check_index(index: Index, files: dict[str, tuple[int, int]], *, is_packed: bool = False) -> None:
+def check_index(index: Index, files: dict[str, tuple[int, int]]) -> None:
     """Checks that an index is consistent and agrees with the sizes of the files.
 
     Args:
         index: the tensors by key.
         files: sizes and checksums from the manifest.
-        is_packed: chunks are embedded files, which are larger than the tensor's bytes.
 
     Raises:
         CheckpointError: the message names the invalid tensor.
     """
     for key, tensor in index.items():
-        if problem := _problem(tensor, files, is_packed):
+        if problem := _problem(tensor, files):
             raise CheckpointError(f"the tensor {key} {problem}")
 
 
-def _problem(tensor: StoredTensor, files: dict[str, tuple[int, int]], is_packed: bool) -> str | None:
+def _problem(tensor: StoredTensor, files: dict[str, tuple[int, int]]) -> str | None:
     for chunk in tensor.chunks:
         if not len(chunk.offsets) == len(chunk.sizes) == len(tensor.size):
             return "has a chunk with a different number of dimensions"
@@ -154,7 +152,7 @@ def _problem(tensor: StoredTensor, files: dict[str, tuple[int, int]], is_packed:
         if chunk.file not in files:
             return f"is listed in {chunk.file!r}, which the manifest does not list"
         needed = math.prod(chunk.sizes) * tensor.dtype.itemsize
-        if chunk.num_bytes < needed or (chunk.num_bytes != needed and not is_packed):
+        if chunk.num_bytes != needed:
             return f"has a chunk of {chunk.num_bytes} bytes instead of {needed}"
         if chunk.start + chunk.num_bytes > files[chunk.file][0]:
             return f"has a chunk behind the end of {chunk.file}"

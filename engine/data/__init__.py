@@ -3,7 +3,7 @@
 from .batch_size_flags import check_batch_sizes, check_loader
 from .clone_loader import clone_loader
 from .data_set_epoch import epoch_of, epoch_setter, set_epoch
-from .drawing import draws_at_once, restore_sampler, state_of_seed
+from .drawing import draws_at_once, restore_sampler
 from .epoch_position import EpochPosition, controlling_sampler, order_of, tell_batch_sampler
 from .even_batches import EvalBatchSampler, check_length, evaluated_order, even_batches_of, is_custom
 from .exhausted import ExhaustedIteratorError, ends_with_data, naming_exhausted_iterators
@@ -107,7 +107,6 @@ __all__ = [
     "set_own_states",
     "shard_of",
     "starts_iterator",
-    "state_of_seed",
     "states_of_own",
     "tell_batch_sampler",
     "track_draws",

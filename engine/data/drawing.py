@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.utils.data import RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 
-from ..checkpoint.rng import get_random_state, host_state, seed_all, set_random_state
+from ..checkpoint.rng import get_random_state, host_state, set_random_state
 from .compact_order import CompactOrder
 from .torchdatas import classes_of_torchdata
 
@@ -149,16 +149,6 @@ def restore_sampler(sampler: Any, num_passes: int, state: Any) -> None:
             next(indices, None)  # a sampler may draw, or count its passes, at its end
         set_random_state(everything)
     _set_state(sampler, state)
-
-
-def state_of_seed(seed: int, epoch: int, sampler_state: Any) -> dict[str, Any]:
-    """Returns `GlobalOrder.state` for a checkpoint of version 0.1.0, whose order depends on seed and epoch only."""
-    everything = get_random_state()
-    seed_all(seed, epoch)
-    drawn_from = host_state()
-    set_random_state(everything)
-    before = {"global": drawn_from, "sampler": sampler_state}
-    return {"before": before, "sampler": sampler_state, "whole": True, "num_passes": epoch}
 
 
 _BLOCK = 2**14

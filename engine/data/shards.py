@@ -69,7 +69,7 @@ class ShardedStream(DatasetProxy):
         self._next: list[list[Shard]] | None = None
         self._loaded: dict[str, Any] | None = None
         self._before, self._at, self._count = 0, 0, 0
-        self._digest: int | None = 0
+        self._digest = 0
         self._state: list[Any] = []
         self._part: Any = None
         self._first: Any = None
@@ -100,11 +100,11 @@ class ShardedStream(DatasetProxy):
         if worker is not None:
             self.dealt = None  # it may stay for later epochs, which are whole
         self._before, self._at, self._part = start["at"], start["at"], None
-        self._count, self._state, self._digest = start["count"], start["state"], start.get("digest", 0)
+        self._count, self._state, self._digest = start["count"], start["state"], start["digest"]
         self._block = range(0), None  # the epoch of the data set may have changed
         if self._first is None and worker is not None:
             self._first = self._own.state_here()
-        left, now = _after(shards, start), start.get("now")
+        left, now = _after(shards, start), start["now"]
         if not left and now is not None:  # a loader does not continue a worker that had finished
             set_state_here(self.dataset, now)
         return self._read(left, worker, now)
@@ -113,7 +113,7 @@ class ShardedStream(DatasetProxy):
         end = object()
         for number, (index, count, state, *begun) in enumerate(shards):
             self._at, self._count, self._state = self._before + number, count, state
-            start, digest = (*begun, None, None)[:2]
+            start, digest = begun or (None, 0)
             states = self._start = self._own.state_here()
             if count and start is not None:
                 self._start = start
@@ -134,7 +134,7 @@ class ShardedStream(DatasetProxy):
                     break
                 self._count += 1
                 if self._part is None:
-                    self._digest = add_to_digest(self._digest or 0, sample)
+                    self._digest = add_to_digest(self._digest, sample)
                 yield sample
         self._at, self._count, self._state, self._part = self._before + len(shards), 0, [], None
         self._start = None
@@ -148,20 +148,20 @@ class ShardedStream(DatasetProxy):
             part.load_state_dict({**state[0], **same} if same else state[0])
         return part, iter(part)
 
-    def _read_again(self, index: int, count: int, digest: int | None) -> tuple[Any, Iterator[Any]]:
+    def _read_again(self, index: int, count: int, digest: int) -> tuple[Any, Iterator[Any]]:
         """Returns a shard without a state, and its iterator after the first `count` samples.
 
         Args:
             index: index of the shard.
             count: number of samples that the saved run has taken of the shard.
-            digest: the checksum of these samples; None in a checkpoint of an earlier version.
+            digest: the checksum of these samples.
 
         Raises:
             ValueError: the shard has fewer samples, or yields other samples each time.
         """
         remaining = self._skip(index, count)
         read_first = self._digest
-        if digest in (None, read_first):
+        if digest == read_first:
             return remaining
         # Other code may have drawn from the generators between these samples. Read alone, the shard then yields the
         # same samples twice.
@@ -181,7 +181,7 @@ class ShardedStream(DatasetProxy):
         part, samples = self._open(index, [])
         taken = 0
         for sample in islice(samples, count):
-            self._digest, taken = add_to_digest(self._digest or 0, sample), taken + 1
+            self._digest, taken = add_to_digest(self._digest, sample), taken + 1
         if taken < count:
             raise ValueError(
                 f"Shard {index} of {type(self.dataset).__name__} has fewer than the {count} samples that were"
@@ -246,7 +246,7 @@ class ShardedLoader(StateTrackingLoader):
         return super().__iter__()
 
 
-_START: dict[str, Any] = {"at": 0, "count": 0, "state": []}
+_START: dict[str, Any] = {"at": 0, "count": 0, "state": [], "start": None, "now": None, "digest": 0}
 
 
 def remaining_shards(states: list[dict[str, Any]], num_shards: int) -> list[Shard]:
@@ -293,7 +293,7 @@ def _after(shards: list[Shard], position: dict[str, Any]) -> list[Shard]:
     """Returns the shards that a worker has not finished at a position."""
     left = shards[position["at"] :]
     if left and position["count"]:
-        left[0] = [left[0][0], position["count"], position["state"], position.get("start"), position.get("digest")]
+        left[0] = [left[0][0], position["count"], position["state"], position["start"], position["digest"]]
     return left
 
 

@@ -58,12 +58,12 @@ class DrawingStream(DatasetProxy):
         self._count, self._start = loaded["count"], loaded["start"] or self._first
         if loaded["ended"] and not is_stateful(self.dataset):
             samples: Iterator[Any] = iter(())
-            self._digest = loaded.get("digest", 0)
+            self._digest = loaded["digest"]
         elif is_stateful(self.dataset):
             samples = self._at_state(loaded["state"])
         else:
             set_state_here(self.dataset, self._start)
-            samples = self._read_again(loaded.get("digest"))
+            samples = self._read_again(loaded["digest"])
         set_state_here(self.dataset, loaded["now"] or self._first)
         return self._counted(samples)
 
@@ -74,11 +74,11 @@ class DrawingStream(DatasetProxy):
             self.dataset.load_state_dict(state)
         return samples
 
-    def _read_again(self, digest: int | None) -> Iterator[Any]:
+    def _read_again(self, digest: int) -> Iterator[Any]:
         """Reads the samples before the position, as the saved run has read them.
 
         Args:
-            digest: the checksum of these samples; None in a state of an earlier version.
+            digest: the checksum of these samples.
 
         Raises:
             ValueError: the stream has fewer, or yields other ones.
@@ -95,7 +95,7 @@ class DrawingStream(DatasetProxy):
                 self._digest = add_to_digest(self._digest, sample)
             self._collate(taken[0] if self._batch_size is None else taken)  # which may draw
             left -= len(taken)
-        if digest is not None and digest != self._digest:
+        if digest != self._digest:
             raise ValueError(OTHER_BATCHES.format(name=type(self.dataset).__name__))
         return samples
 

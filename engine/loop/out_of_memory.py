@@ -166,6 +166,6 @@ def _message(trainer: Any, ranks: list[int]) -> str:
     return (
         f"out of memory on rank(s) {', '.join(map(str, ranks))} with a micro-batch of one sample, which can't be made"
         f" smaller. What rank {trainer.global_rank} holds beside activations:\n{table}\nTry strategy='fsdp' (with"
-        " `:cpu_offload=true` if need be), activation_checkpointing='full', precision='bf16-mixed', or smaller"
+        " offload='parameters' if need be), activation_checkpointing='full', precision='bf16-mixed', or smaller"
         " samples."
     )

@@ -102,8 +102,9 @@ def report_failure(
         return
     first, is_first = _first_failure(rank, exception, watchdog, is_alone)
     is_interrupt = first["message"].startswith("KeyboardInterrupt")
-    # The traceback of a single process is complete, for its caller too: the trials of a sweep leave no reports.
-    is_silent = watchdog is None or is_interrupt or is_alone or not is_first or _is_ordinary_end(exception)
+    # The traceback of a single process is complete, for its caller too: the trials of a sweep leave no reports. Who
+    # calls `sys.exit` ends the run on purpose, as a scheduler's handler of signals does that has requeued the job.
+    is_silent = watchdog is None or is_interrupt or is_alone or not is_first or isinstance(exception, SystemExit)
     report = None if is_silent else _report(first, exception, watchdog)
     if report is not None:
         report.write()  # at once: this process may be ended
@@ -155,17 +156,6 @@ def _listening() -> Wakeup:
     requests = Wakeup()
     requests.begin()
     return requests
-
-
-def _is_ordinary_end(exception: BaseException) -> bool:
-    """Whether the run was ended on purpose: `sys.exit()`, a job that submitit has requeued, a trial of a sweep."""
-    if type(exception).__name__ == "TrialPruned":  # Optuna's; not imported for this
-        return True
-    if not isinstance(exception, SystemExit):
-        return False
-    last = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(exception.__traceback__)][-1:]
-    # submitit's handler of signals, which has requeued the job, and Ray, which stops a trial.
-    return exception.code in (0, None) or any(name.partition(".")[0] in ("submitit", "ray") for name in last)
 
 
 def _tell(

@@ -91,7 +91,7 @@ class CheckpointConnector(SavingConnector):  # Lightning: Trainer._checkpoint_co
             self.logs.take_back(loggers, step, waits=bool(self._engine_state.get("cut_short")))
         trainer.fit_loop.epoch_loop.automatic_optimization.watch.begin_run()
         trainer.fit_loop.is_cut_short = False
-        # Checkpoints of format 1 and Lightning's own files have no run id; they can be continued nevertheless.
+        # Lightning's own files have no run id; they can be continued nevertheless.
         continues = self._engine_state.get("run") or ({} if self._loaded_checkpoint else None)
         self.history.begin(continues, is_same=is_same)
         self.history.record(

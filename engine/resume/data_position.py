@@ -30,11 +30,9 @@ from ..data import (
     order_of,
     restore_sampler,
     set_own_states,
-    state_of_seed,
     tracks_own_position,
 )
 from ..data.batch_sizes import BatchSizes
-from ..environment import global_seed
 from .data_generators import DataDraws
 from .data_set_epochs import DataSetEpochs, state_of_data
 from .epoch_lengths import lengths_of, set_lengths, set_limits
@@ -258,7 +256,7 @@ class DataPosition:
             Whether there are loaders, and all of them have a position.
         """
         self._saved_batches = self._counted_batches = states[0]["batches"]
-        seed = states[0].get("sample_seed")
+        seed = states[0]["sample_seed"]
         if self._seeds_samples:
             self.sample_seed = seed
         elif seed is not None:
@@ -270,7 +268,7 @@ class DataPosition:
         self._is_in_mid_epoch = self._saved_batches > 0 and not progress.is_last_batch
         self.sizes.fitted = states[0]["micro_batch_size"]
         own_state = states[self.trainer.data_rank if len(states) == self.trainer.data_size else 0]
-        self._to_resume = [{**self._with_order(loader), "saved_by": len(states)} for loader in own_state["loaders"]]
+        self._to_resume = [{**loader, "saved_by": len(states)} for loader in own_state["loaders"]]
         for number, loader in enumerate(self._to_resume):
             loader["of_ranks"] = [state["loaders"][number] for state in states] if loader["unit"] == "stateful" else []
             loader["is_alone"] = len(self._to_resume) == 1
@@ -279,12 +277,6 @@ class DataPosition:
         kinds = [loader["unit"] for loader in self._to_resume]
         self._is_resuming = bool(kinds) and not are_new
         return bool(kinds) and None not in kinds
-
-    def _with_order(self, state: dict[str, Any]) -> dict[str, Any]:
-        if "sampler_state" not in state:
-            return state
-        seed = self.trainer.strategy.broadcast(global_seed())
-        return {**state, "order": state_of_seed(seed, state["epoch"], state["sampler_state"])}
 
     def resume(self, loader: Any) -> None:
         """Applies the next saved state, if one is left, to a loader that was just prepared."""

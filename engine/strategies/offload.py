@@ -4,9 +4,7 @@
 ``"parameters"``: FSDP2's `CPUOffloadPolicy`, which keeps gradients and optimizer state in host memory, too.
 """
 
-import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 
@@ -26,14 +24,13 @@ def choose_offload(strategy: Strategy, flag: str | Sequence[str] | None, *, comp
         ValueError: the strategy can't offload what the flag names.
     """
     names = {flag} if isinstance(flag, str) else set(flag or ())
-    options: Any = getattr(strategy, "options", None)
     if "parameters" in names:
-        if not isinstance(options, FSDPOptions):
+        if not (isinstance(strategy, FSDP) and isinstance(strategy.options, FSDPOptions)):
             raise ValueError(
                 "offload='parameters' needs a strategy that shards them, and gathers them when they are used: choose"
                 " 'fsdp', 'hsdp', 'fsdp+tp' or 'hsdp+tp', or leave it out."
             )
-        strategy.options = dataclasses.replace(options, cpu_offload=True)  # type: ignore[attr-defined]
+        strategy.offloads_parameters = True
     elif "optimizer" in names:
         raise ValueError(
             "offload='optimizer' can't be done alone, since torch's optimizers keep their state beside the parameters:"

@@ -92,8 +92,6 @@ class FSDPOptions(UnitOptions):
     extra_overlap: bool = False
     """Gather the next unit earlier, and reduce over separate connections and two buffers: more memory, for networks
     that are slower than the computing."""
-    cpu_offload: bool = False
-    """Keep parameters, gradients and optimizer state in host memory; copied to the device unit by unit."""
     average_buffers: bool = False
     """After each step, average the floating-point buffers that the module updates itself (running means, codebooks)
     over the ranks, each by its samples. Not those of norm layers: see `sync_batchnorm`."""

@@ -161,8 +161,6 @@ def test_a_wrong_value_is_said_in_a_line_with_what_it_can_be(name, value, messag
     [
         ({"limit_val_batches": -0.1}, r"You have passed invalid value -0\.1 for limit_val_batches"),
         ({"check_val_every_n_epoch": 1.2}, "should be an integer"),
-        ({"reload_dataloaders_every_n_epochs": -1}, "should be an int >"),
-        ({"fast_dev_run": -1}, "fast_dev_run=-1 is not a valid configuration. It should be >= 0"),
         ({"max_steps": -2}, "`max_steps` must be a non-negative integer or -1"),
         ({"gradient_clip_val": (1, 2)}, "`gradient_clip_val` should be an int or a float"),
         ({"gradient_clip_algorithm": "norm2"}, "`gradient_clip_algorithm` norm2 is invalid"),

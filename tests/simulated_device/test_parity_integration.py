@@ -16,9 +16,7 @@ STRATEGIES = {
     "ddp": 2,
     "zero1": 2,
     "fsdp": 2,
-    "fsdp:cpu_offload=true": 2,
     "hsdp:replicate=2,shard=2": 4,
-    "hsdp:replicate=2,shard=2,cpu_offload=true": 4,
     "tp": 2,
     "fsdp+tp:tp=2": 4,
     "hsdp+tp:replicate=2,tp=2": 4,
@@ -29,7 +27,6 @@ STRATEGIES = {
 }
 """World size by flag."""
 COMBINED = [
-    "hsdp:replicate=2,shard=2,cpu_offload=true",
     "fsdp+tp:tp=2",
     "hsdp+tp:replicate=2,tp=2",
     "pp+ddp:pipeline_size=2,microbatches=2",
@@ -56,6 +53,13 @@ def test_equals_a_plain_loop(flag, accumulate, clip):
     # Adam divides a wrong factor away, as of a clipped gradient; SGD does not.
     optimizer = adamw if clip is None else sgd
     assert difference(flag, "knows its device", accumulate, clip, make_optimizer=optimizer) <= TOLERANCE
+
+
+@pytest.mark.parametrize("flag", ["fsdp", *nightly("hsdp:replicate=2,shard=2")])
+@pytest.mark.parametrize(("accumulate", "clip"), [WAYS[1], *nightly(WAYS[0])])
+def test_offloaded_parameters_equal_a_plain_loop(flag, accumulate, clip):
+    options = {"make_optimizer": adamw if clip is None else sgd, "offload": "parameters"}
+    assert difference(flag, "knows its device", accumulate, clip, **options) <= TOLERANCE
 
 
 @pytest.mark.parametrize("accumulate", [3, *nightly(1)])

@@ -186,11 +186,17 @@ def test_a_batch_that_does_not_fit_into_memory_is_halved():
     assert max(abs(found[name] - value).max() for name, value in expected.items()) <= 1e-6
 
 
+def _flags_of(text: str) -> dict[str, str]:
+    """The arguments for a strategy's flag, which "offloaded" may follow."""
+    flag, _, offloaded = text.partition(" ")
+    return {"strategy": flag, "offload": "parameters"} if offloaded else {"strategy": flag}
+
+
 def _in_fp16(accelerator: str, flag: str, devices: int) -> dict[str, Any]:
     torch.manual_seed(0)
     module = Fits()
     flags = {"accelerator": accelerator, "devices": devices, "precision": "16-mixed", "max_steps": 4, **QUIET}
-    Engine(strategy=flag, gradient_clip_val=0.5, accumulate_grad_batches=2, **flags).fit(module, rows())
+    Engine(**_flags_of(flag), gradient_clip_val=0.5, accumulate_grad_batches=2, **flags).fit(module, rows())
     return {name: value.cpu().numpy() for name, value in module.state_dict().items()}
 
 
@@ -200,7 +206,7 @@ def _in_fp16(accelerator: str, flag: str, devices: int) -> dict[str, Any]:
         ("single", 1),
         ("ddp_fork", 2),
         *nightly(("zero1_fork", 2), ("fsdp_fork", 2), ("hsdp_fork:replicate=2", 4)),
-        ("fsdp_fork:cpu_offload=true", 2),
+        ("fsdp_fork offloaded", 2),
         ("local_sgd_fork:sync_every=4", 2),
     ],
 )
@@ -225,11 +231,11 @@ def _in_bf16(flag: str, rounds: bool) -> dict[str, Any]:
     module = Fits()
     callbacks = [Gathers(rounds), *([] if rounds else [InFloat32()])]
     flags = {"accelerator": "sim", "devices": 2, "precision": "bf16-mixed", "max_steps": 6, **QUIET}
-    Engine(strategy=flag, callbacks=callbacks, **flags).fit(module, rows(), rows())
+    Engine(**_flags_of(flag), callbacks=callbacks, **flags).fit(module, rows(), rows())
     return {name: value.cpu().numpy() for name, value in module.state_dict().items()}
 
 
-@pytest.mark.parametrize("flag", ["fsdp_fork", *nightly("fsdp_fork:cpu_offload=true")])
+@pytest.mark.parametrize("flag", ["fsdp_fork", *nightly("fsdp_fork offloaded")])
 def test_weights_that_are_gathered_in_16_bits_train_as_those_in_32(flag):
     rounded, expected = (in_a_child(_in_bf16, flag, rounds) for rounds in (True, False))
     for name, value in expected.items():

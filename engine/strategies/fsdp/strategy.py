@@ -86,6 +86,9 @@ class FSDP(UnitSteps):
         evaluates_in_inference_mode=False,  # FSDP2 reuses the tensors of its first gather
     )
 
+    offloads_parameters = False
+    """Whether parameters, gradients and optimizer state are kept in host memory: see the flag `offload`."""
+
     def __init__(self, options: FSDPOptions, launcher: str = "", comm_hook: CommHook | None = None) -> None:
         # Whole checkpoints, gathered on rank 0: every strategy opens them.
         super().__init__(save_distributed_checkpoint=False, timeout=timedelta(seconds=options.timeout_s))
@@ -145,8 +148,7 @@ class FSDP(UnitSteps):
     def _get_process_group_backend(self) -> str:
         backend, device = super()._get_process_group_backend(), self.root_device.type
         # Norms of offloaded gradients are summed over ranks on the CPU, where they are.
-        is_offloaded = isinstance(self.options, FSDPOptions) and self.options.cpu_offload and device != "cpu"
-        return f"cpu:gloo,{device}:{backend}" if is_offloaded and ":" not in backend else backend
+        return f"cpu:gloo,{device}:{backend}" if self._offloads and ":" not in backend else backend
 
     def check_module(self, module: nn.Module) -> None:
         """See `DistributedStrategy`."""
@@ -340,7 +342,7 @@ class FSDP(UnitSteps):
     @property
     def _offloads(self) -> bool:
         """Whether shards are kept in host memory and copied to the device; on the CPU they are there already."""
-        return self.options.cpu_offload and self.root_device.type != "cpu"
+        return self.offloads_parameters and self.root_device.type != "cpu"
 
     def _placement(self, parameter: nn.Parameter) -> Shard | None:
         """Returns the dim along which a parameter is sharded; None: the first."""

@@ -3,20 +3,16 @@
 import copy
 import json
 import os
-import warnings
 import zlib
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from lightning.pytorch import Trainer
-from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint.metadata import StorageMeta
 
 from polyphase.engine.checkpoint import AsyncCheckpointer, Manifest, get_random_state, read_manifest
+from polyphase.engine.checkpoint.content import VERSION
 from polyphase.engine.checkpoint.manifest import MANIFEST
-from polyphase.engine.checkpoint.state_tree import split
 
 _RANDOM = get_random_state()
 LARGE = 300_000
@@ -48,6 +44,14 @@ def content(step: int, world_size: int = 1) -> dict[str, Any]:
             "world_size": world_size,
             "accumulate_grad_batches": 1,
             "accumulation_asked": 1,
+            "version": VERSION,
+            "cut_short": False,
+            "loaders_of_epoch": 0,
+            "validation_loaders_of_epoch": None,
+            "layout": {},
+            "trained": {"is_trained": {}, "tracks": {}, "added": []},
+            "run": {"id": "sample", "lineage": ["sample"]},
+            "strategy": {},
         },
     }
 
@@ -69,6 +73,7 @@ def rank_state(step: int) -> dict[str, Any]:
         "random": copy.deepcopy(_RANDOM),  # tests overwrite what they have saved
         "data": {"world_size": 1, "batches": step, "loaders": [], "micro_batch_size": None, "sample_seed": None},
         "compression": {},
+        "strategy": {},
     }
 
 
@@ -89,25 +94,6 @@ def save(path: str | os.PathLike[str], step: int = 1, saver: AsyncCheckpointer |
     (saver or AsyncCheckpointer()).save(
         checkpoint, path, about=about(step), of_rank=rank_state(step), in_background=False
     )
-    return path
-
-
-class _Writer(FileSystemWriter):
-    def storage_meta(self) -> StorageMeta:
-        """Without the path."""
-        return StorageMeta(save_id=self.save_id)
-
-
-def save_format1(path: str | os.PathLike[str], step: int = 1) -> str:
-    """Saves the content of `step` as Polyphase 0.1.0 did: torch's own storage, its metadata a pickle."""
-    path = os.fspath(path)
-    tensors, rest = split(content(step))
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        dcp.save(tensors, storage_writer=_Writer(path), no_dist=True)
-    torch.save(rest, f"{path}/rest.pt")
-    torch.save([rank_state(step)], f"{path}/ranks.pt")
-    seal(path, {"name": os.path.basename(path), "time": 1.0, **about(step), "format": 1})
     return path
 
 

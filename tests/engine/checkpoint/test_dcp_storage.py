@@ -1,18 +1,16 @@
 """Tensors through `Files`: every dtype and shape, bit for bit, and no code out of a checkpoint."""
 
 import os
-import pickle
 from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from polyphase.engine.checkpoint import AsyncCheckpointer, CheckpointError, read_manifest
 from polyphase.engine.checkpoint.checked_io import Files
 from polyphase.engine.checkpoint.dcp_storage import tensors_in
 
-from .sample_checkpoints import about, is_whole, save, save_format1, seal
+from .sample_checkpoints import about, save, seal
 
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.complex64),
@@ -89,37 +87,6 @@ def forge(path: str, name: str, content: bytes) -> None:
     """Replaces a file and makes the manifest fit, as an attacker would."""
     Path(path, name).write_bytes(content)
     seal(path)
-
-
-def test_a_checkpoint_of_0_1_0_opens(tmp_path):
-    assert is_whole(save_format1(tmp_path / "x", 3), 3)
-
-
-def test_metadata_that_names_anything_else_is_not_opened(tmp_path):
-    path = save_format1(tmp_path / "x")
-    forge(path, ".metadata", pickle.dumps(Evil(tmp_path / "executed")))
-    with pytest.raises(CheckpointError, match=r"names \w+\.system, which no checkpoint needs"):
-        AsyncCheckpointer().load(path)
-    assert not (tmp_path / "executed").exists()
-
-
-@pytest.mark.parametrize(
-    "function", [eval, torch.load, torch.hub.load, pickle.loads, torch.nn.Linear], ids=lambda f: f.__name__
-)
-def test_nothing_but_metadata_is_allowed_not_even_of_torch(tmp_path, function):
-    path = save_format1(tmp_path / "x")
-    forge(path, ".metadata", pickle.dumps(function))
-    with pytest.raises(CheckpointError, match="which no checkpoint needs: it is not opened"):
-        tensors_in(Files(path), read_manifest(path))
-
-
-def test_objects_in_place_of_tensors_are_not_opened(tmp_path):
-    path = save_format1(tmp_path / "x")
-    metadata = pickle.loads(Path(path, ".metadata").read_bytes())  # noqa: S301 - our own
-    metadata.state_dict_metadata["state_dict.net.bias"] = BytesStorageMetadata()  # which torch unpickles
-    forge(path, ".metadata", pickle.dumps(metadata))
-    with pytest.raises(CheckpointError, match=r"is damaged: it has no tensors state_dict\.net\.bias"):
-        AsyncCheckpointer().load(path)
 
 
 @pytest.mark.parametrize("name", ["rest.pt", "ranks.pt"])

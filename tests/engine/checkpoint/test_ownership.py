@@ -1,5 +1,6 @@
 """Nothing of the user's is replaced or removed: neither folders nor files, nor what lies within a checkpoint."""
 
+import json
 import os
 from pathlib import Path
 
@@ -8,12 +9,12 @@ import torch
 
 from polyphase.engine.checkpoint import AsyncCheckpointer, CheckpointError, lock, repair
 from polyphase.engine.checkpoint import publish as stores
-from polyphase.engine.checkpoint.manifest import MANIFEST
+from polyphase.engine.checkpoint.manifest import MANIFEST, read_manifest
 from polyphase.engine.checkpoint.ownership import is_torch_file, path_status
 from polyphase.engine.checkpoint.publish import begin, publish, remove
 from polyphase.engine.resume.engine_io import EngineIO
 
-from .sample_checkpoints import about, content, is_whole, manifest, rank_state, save, save_format1, seal
+from .sample_checkpoints import about, content, is_whole, manifest, rank_state, save, seal
 
 
 def thesis(folder: Path) -> Path:
@@ -91,9 +92,8 @@ def test_of_a_checkpoint_with_notes_only_the_checkpoint_is_removed(tmp_path):
     assert everything(tmp_path) == {"x/notes.txt": b"what I saw"}
 
 
-@pytest.mark.parametrize("make", [save, save_format1], ids=["this format", "format 1"])
-def test_a_checkpoint_of_ours_is_replaced_and_removed(tmp_path, make):
-    make(tmp_path / "x", 1)
+def test_a_checkpoint_of_ours_is_replaced_and_removed(tmp_path):
+    save(tmp_path / "x", 1)
     assert is_whole(save(tmp_path / "x", 2), 2)
     remove(tmp_path / "x")
     assert os.listdir(tmp_path) == []
@@ -107,6 +107,13 @@ def test_a_damaged_checkpoint_is_moved_aside(tmp_path):
         assert is_whole(save(tmp_path / "x", 2), 2)
     (aside,) = tmp_path.glob("x.damaged-*")
     assert (aside / "rest.pt").exists()
+
+
+def test_a_manifest_of_a_format_before_the_first_release_is_refused(tmp_path):
+    save(tmp_path / "x", 1)
+    seal(tmp_path / "x", {**json.loads((tmp_path / "x" / MANIFEST).read_bytes()), "format": 1})
+    with pytest.raises(CheckpointError, match="its format is 1, which no release has written"):
+        read_manifest(tmp_path / "x")
 
 
 def test_a_manifest_of_a_newer_version_is_moved_aside_too(tmp_path):

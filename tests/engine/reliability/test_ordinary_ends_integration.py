@@ -2,7 +2,6 @@
 
 import contextlib
 import sys
-import types
 
 import pytest
 from lightning.pytorch import Callback
@@ -11,27 +10,16 @@ from tests.distributed import run_ranks
 from tests.engine.tiny import Regression, as_rank, engine, rows
 
 
-class TrialPruned(Exception):  # noqa: N818 - Optuna's name
-    """Called as Optuna's is."""
-
-
 def requeue():
+    """As submitit's handler of signals ends a job."""
     sys.exit(-1)
-
-
-# As submitit's own handler of signals, by its module, ends a job.
-SUBMITITS = types.FunctionType(requeue.__code__, {"sys": sys, "__name__": "submitit.core.job_environment"})
-
-
-def prune():
-    raise TrialPruned
 
 
 def fail():
     raise ValueError("no ordinary end")
 
 
-ENDS = {"pruned": prune, "exit": sys.exit, "requeued": SUBMITITS, "failed": fail}
+ENDS = {"exit": sys.exit, "requeued": requeue, "failed": fail}
 
 
 class Ends(Callback):

@@ -29,10 +29,9 @@ def test_what_cannot_be_offloaded_is_refused(flags, said):
 
 
 @pytest.mark.parametrize("names", ["parameters", ["parameters", "optimizer"]])
-def test_parameters_are_the_option_of_fsdp(names):
-    assert engine(strategy="fsdp", devices=2, offload=names).strategy.options.cpu_offload
-    assert engine(strategy="fsdp:cpu_offload=true", devices=2).strategy.options.cpu_offload
-    assert not engine(strategy="fsdp", devices=2).strategy.options.cpu_offload
+def test_parameters_are_offloaded_by_fsdp(names):
+    assert engine(strategy="fsdp", devices=2, offload=names).strategy.offloads_parameters
+    assert not engine(strategy="fsdp", devices=2).strategy.offloads_parameters
 
 
 def test_activations_of_a_host_are_there_already():
