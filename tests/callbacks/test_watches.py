@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from polyphase.callbacks._host_figures import HostFigures, shm_capacity_mb
-from polyphase.callbacks._swap import SwapWatch
-from polyphase.callbacks._throttling import ThrottleWatch, throttle_watch
+from polyphase.callbacks._watches import SwapWatch, ThrottleWatch, throttle_watch
 
 
 def test_swap_is_that_of_the_host_since_the_last_look_and_of_this_process(tmp_path):
