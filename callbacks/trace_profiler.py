@@ -6,20 +6,21 @@ import signal
 import threading
 import time
 from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from statistics import median
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.optim import Optimizer
-from torch.profiler import profile, schedule
+from torch.profiler import profile, record_function, schedule
 
 from polyphase.engine.run_info import log_folder, shown_path
-
-from ._memory_history import MemoryHistory
-from ._trace_phases import OptimizerRange, named_steps
+from polyphase.engine.strategies import capabilities_of
 
 __all__ = ["TraceProfiler"]
 
@@ -93,8 +94,8 @@ class TraceProfiler(Callback):
         self._attached = contextlib.ExitStack()
         self._named = contextlib.ExitStack()
         self._trace: profile | None = None
-        self._memory: MemoryHistory | None = None
-        self._optimizer = OptimizerRange()
+        self._memory: _MemoryHistory | None = None
+        self._optimizer = _OptimizerRange()
         self._folder: str | None = None
         self._is_on = False
 
@@ -150,7 +151,7 @@ class TraceProfiler(Callback):
             before = signal.signal(_SIGNAL, lambda *_: self.request())
             self._attached.callback(signal.signal, _SIGNAL, before)
         if self.memory_snapshot:
-            self._memory = MemoryHistory(trainer.strategy.root_device, self._snapshot_path)
+            self._memory = _MemoryHistory(trainer.strategy.root_device, self._snapshot_path)
             self._attached.callback(self._memory.end)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
@@ -215,7 +216,7 @@ class TraceProfiler(Callback):
             with_stack=self.with_stack,
             profile_memory=self.memory_snapshot,
         )
-        self._named.enter_context(named_steps(trainer.strategy))
+        self._named.enter_context(_named_steps(trainer.strategy))
         self._trace.start()
         self._since = None
 
@@ -285,3 +286,95 @@ def _why_no_signal() -> str | None:
     if signal.getsignal(_SIGNAL) not in (signal.SIG_DFL, signal.SIG_IGN):
         return "the program has a handler of its own for it"
     return None
+
+
+# --- allocations before memory runs out
+# Writes a snapshot of CUDA's memory when it runs out.
+
+
+_NUM_EVENTS = 100_000
+"""Number of the last allocations and frees that are kept."""
+
+
+class _MemoryHistory:
+    """Keeps the last allocations with their stacks, and writes them when memory runs out.
+
+    torch: torch.cuda.memory._record_memory_history and _dump_snapshot, and the observer of its allocator,
+    torch._C._cuda_attach_out_of_memory_observer, which is called before the error is raised, even if it is caught.
+
+    Args:
+        device: the CUDA device.
+        path: returns the path of the next file.
+    """
+
+    def __init__(self, device: torch.device, path: Callable[[], str]) -> None:
+        self._device, self._path, self._is_on = device, path, True
+        self.written: list[str] = []
+        torch.cuda.memory._record_memory_history(max_entries=_NUM_EVENTS, device=device)
+        # Only builds with CUDA have this function; torch keeps the observer until the process ends.
+        attach: Any = getattr(torch._C, "_cuda_attach_out_of_memory_observer")  # noqa: B009
+        attach(self._write)
+
+    def _write(self, device: int, requested: int, total: int, free: int) -> None:
+        if self._is_on:
+            path = self._path()
+            torch.cuda.memory._dump_snapshot(path)
+            self.written.append(path)
+
+    def end(self) -> None:
+        """Stops recording."""
+        if self._is_on:
+            self._is_on = False
+            torch.cuda.memory._record_memory_history(enabled=None, device=self._device)
+
+
+# --- names of the parts of a step
+# Names the parts of a step in a trace of torch.profiler: forward, backward, optimizer.
+
+
+@contextmanager
+def _named_steps(strategy: Any) -> Iterator[None]:
+    """Marks each forward and backward of `strategy` as a range in the trace."""
+    # A pipeline schedule runs both in one call.
+    forward = "forward and backward" if capabilities_of(strategy).runs_own_schedule else "forward"
+    names = {"training_step": forward, "backward": "backward"}
+    before = {attribute: vars(strategy)[attribute] for attribute in names if attribute in vars(strategy)}
+    for attribute, name in names.items():
+        setattr(strategy, attribute, _named(getattr(strategy, attribute), name))
+    try:
+        yield
+    finally:
+        for attribute in names:
+            vars(strategy).pop(attribute, None)  # makes the class's method visible again
+        vars(strategy).update(before)
+
+
+def _named(method: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def named(*args: Any, **kwargs: Any) -> Any:
+        with record_function(name):
+            return method(*args, **kwargs)
+
+    return named
+
+
+class _OptimizerRange:
+    """The trace range "optimizer", from the end of backward to the end of `Optimizer.step`."""
+
+    def __init__(self) -> None:
+        self._open: Any = None
+        self._hooks = ExitStack()
+
+    def begin(self, optimizer: Any) -> None:
+        """Begins the range; called after backward."""
+        self.end()
+        handle = optimizer.register_step_post_hook(lambda *_: self.end())
+        self._hooks.callback(handle.remove)
+        self._open = record_function("optimizer")
+        self._open.__enter__()
+
+    def end(self) -> None:
+        """Ends the range, if one is open."""
+        opened, self._open = self._open, None
+        if opened is not None:
+            opened.__exit__(None, None, None)
+        self._hooks.close()
