@@ -2,23 +2,21 @@
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from ..environment import num_launched
 from ..flags import choose
-from ..phases import PHASES
 from .cluster import check_cluster
-from .compare_command import compare_command
+from .compare import compare_command
 from .host import Check, check_host
 from .page import page
-from .records import Run, read_run
-from .verdict import Verdict, judge, name, rate_text
+from .records import Run, newest, read_run
+from .trial import main as fit_command
+from .verdict import judge, show
 
 __all__ = ["main"]
 
@@ -48,8 +46,6 @@ ranks have noted with callbacks=[Doctor()], or --callbacks+=Doctor.
                checks all hosts, whether they meet, their clocks, and the rate between them
 """
 
-_SHOWN = 0.005
-
 
 def main(words: Sequence[str]) -> int:
     """Runs ``polyphase doctor`` with its arguments; returns the exit code."""
@@ -62,9 +58,7 @@ def main(words: Sequence[str]) -> int:
         rest = [word for word in words if word != "--compare"]
         return compare_command(rest, lambda folder: read_run(newest(folder)))
     if words[0] == "fit":
-        from .trial import main as fit
-
-        return fit(words[1:])
+        return fit_command(words[1:])
     parser = argparse.ArgumentParser(prog="polyphase doctor", add_help=False, allow_abbrev=False)
     parser.add_argument("run_dir")
     parser.add_argument("--json", action="store_true")
@@ -127,62 +121,6 @@ def show_host(checks: Sequence[Check], console: Console) -> None:
             )
 
 
-def newest(folder: str) -> str:
-    """Returns the folder of the latest run in or below `folder`; `folder` itself if there is none."""
-    run_folders = []
-    for path, folders, files in os.walk(folder):
-        run_folders += [path for file in files if file == "rank_0.jsonl"]
-        depth = os.path.relpath(path, folder).count(os.sep)
-        folders[:] = [] if depth > 2 else sorted(folders)
-    return max(run_folders, key=lambda path: os.path.getmtime(os.path.join(path, "rank_0.jsonl")), default=folder)
-
-
 def _write(path: str, run: Run) -> None:
     with open(path, "w", encoding="utf-8") as file:
         file.write(page(run, judge(run)))
-
-
-def show(verdict: Verdict, console: Console) -> None:
-    """Prints the verdict: the findings, and the shares of each rank."""
-    figures = verdict.figures
-    if not figures.totals:
-        console.print("No step was measured.", highlight=False)
-        return
-    info = figures.info
-    sizes = " x ".join(f"{axis}={size}" for axis, size in info.layout.items() if size > 1)
-    kind = f"{info.strategy}, {sizes}" if sizes else info.strategy
-    console.print(
-        f"{kind} on {info.device}: {figures.num_steps} steps of {1e3 * figures.step_s:.3g} ms, without the first ones",
-        highlight=False,
-        markup=False,
-    )
-    if rates := rate_text(figures):
-        console.print(f"on each device: {rates}", highlight=False, markup=False)
-    for caveat in verdict.caveats:
-        console.print(Text.assemble(("Note", "yellow"), f": {caveat}"))
-    for number, finding in enumerate(verdict.findings, start=1):
-        gain = "" if finding.gain is None else f" [green](up to {finding.gain:.0%} less time)[/]"
-        console.print(f"\n[bold red]{number}. {finding.cause}[/]{gain}", highlight=False)
-        console.print(f"   {finding.evidence}", highlight=False, markup=False)
-        console.print(f"   remedy: {finding.remedy}", highlight=False, markup=False, style="bold")
-    if not verdict.findings and not verdict.caveats:
-        console.print("\n[green]Nothing stands out.[/]")
-    console.print()
-    console.print(_table(verdict))
-
-
-def _table(verdict: Verdict) -> Table:
-    figures = verdict.figures
-    table = Table(title="share of the time", title_justify="left", box=None, pad_edge=False)
-    table.add_column("")
-    ranks = sorted(figures.totals)
-    shown = ranks if len(ranks) <= 8 else [*ranks[:4], *ranks[-4:]]
-    for rank in shown:
-        table.add_column(f"rank {rank}", justify="right")
-    for phase in figures.mean_shares():
-        shares = [figures.share(phase, rank) for rank in shown]
-        if max(shares) > _SHOWN:
-            table.add_row(name(phase), *(f"{share:.1%}" for share in shares))
-    sums = [sum(figures.share(phase, rank) for phase in PHASES) for rank in shown]
-    table.add_row("all", *(f"{total:.1%}" for total in sums))
-    return table

@@ -22,6 +22,7 @@ __all__ = [
     "MAX_INTERVALS",
     "Run",
     "compact",
+    "newest",
     "read_run",
     "write_rank",
 ]
@@ -138,6 +139,16 @@ def read_run(folder: str) -> Run:
         f"there is no doctor/rank_0.jsonl in {folder!r}: a run writes it into its folder of logs with"
         " callbacks=[Doctor()], or --callbacks+=Doctor."
     )
+
+
+def newest(folder: str) -> str:
+    """Returns the folder of the latest run in or below `folder`; `folder` itself if there is none."""
+    run_folders = []
+    for path, folders, files in os.walk(folder):
+        run_folders += [path for file in files if file == "rank_0.jsonl"]
+        depth = os.path.relpath(path, folder).count(os.sep)
+        folders[:] = [] if depth > 2 else sorted(folders)
+    return max(run_folders, key=lambda path: os.path.getmtime(os.path.join(path, "rank_0.jsonl")), default=folder)
 
 
 def _run(parts: Iterable[tuple[RankInfo, list[Interval]]]) -> Run:

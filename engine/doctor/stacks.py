@@ -7,24 +7,27 @@ lock: it is sent a signal, on which `faulthandler` writes its stacks without the
 
 import argparse
 import json
+import linecache
 import os
 import re
+import shutil
 import signal
+import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import psutil
 
 from ..flags import choose
 from .living import Entry, living_ranks
-from .native import NativeError, find_py_spy, native_threads
-from .stack_text import show
 
-__all__ = ["Unanswered", "ask", "find", "main", "parse_dump"]
+__all__ = ["NativeError", "Unanswered", "ask", "find", "find_py_spy", "lines", "main", "native_threads", "parse_dump"]
 
 HELP = """\
 usage: polyphase stacks RUN_DIR [--all-threads] [--all-frames] [--native] [--json] [--timeout S]
@@ -87,7 +90,7 @@ def main(words: Sequence[str]) -> int:
     if arguments.json:
         print(json.dumps({rank: _plain(answer) for rank, answer in sorted(answers.items())}, indent=2))
     else:
-        show(answers, all_threads=arguments.all_threads, all_frames=arguments.all_frames or arguments.native)
+        _show(answers, all_threads=arguments.all_threads, all_frames=arguments.all_frames or arguments.native)
     return int(any(isinstance(answer, Unanswered) for answer in answers.values()))
 
 
@@ -258,3 +261,148 @@ def _add_native(answers: dict[int, Any], entries: Sequence[Entry], py_spy: str) 
 
 def _plain(answer: dict[str, Any] | Unanswered) -> dict[str, Any]:
     return {"error": str(answer)} if isinstance(answer, Unanswered) else answer
+
+
+# --- frames of C and C++, by py-spy
+# Reads C and C++ frames of a process with py-spy, if it is installed.
+
+
+_TIMEOUT_S = 60.0
+"""Time limit of py-spy, which takes seconds to read the symbols of torch's libraries."""
+
+
+class NativeError(RuntimeError):
+    """py-spy could not inspect a process."""
+
+
+def find_py_spy() -> str:
+    """Returns the path of py-spy.
+
+    Raises:
+        ValueError: it is not installed.
+    """
+    beside = os.path.join(os.path.dirname(sys.executable), "py-spy")
+    path = beside if os.access(beside, os.X_OK) else shutil.which("py-spy")
+    if path is None:
+        raise ValueError("--native needs py-spy, which is not installed: pip install py-spy.")
+    return path
+
+
+def native_threads(py_spy: str, pid: int, first: int) -> list[dict[str, Any]]:
+    """Returns the stacks of a process's threads, in the form of a rank's own answer.
+
+    Args:
+        py_spy: path of py-spy.
+        pid: id of the process.
+        first: identifier of the thread that runs the rank.
+
+    Raises:
+        NativeError: py-spy is not permitted to inspect the process, or takes too long.
+    """
+    try:
+        command = [py_spy, "dump", "--native", "--json", "--pid", str(pid)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True)
+        threads = json.loads(done.stdout)
+    except subprocess.CalledProcessError as error:
+        output = (error.stderr or "").strip().splitlines()
+        raise NativeError(f"py-spy: {output[-1] if output else f'exit code {error.returncode}'}") from error
+    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+        raise NativeError(f"py-spy: {error}") from error
+    threads = [
+        {
+            "name": thread.get("thread_name") or f"thread {thread['thread_id']:#x}",
+            "runs": thread["thread_id"] == first,
+            "calls": [
+                [f.get("filename") or f.get("module") or "", f.get("line") or 0, f["name"]] for f in thread["frames"]
+            ],
+        }
+        for thread in threads
+    ]
+    return sorted(threads, key=lambda thread: not thread["runs"])
+
+
+# --- stacks as text
+# Formats the stacks of a run's ranks as text; ranks with the same stack are grouped.
+
+
+_SOURCES = Path(__file__).parents[2]
+_KEPT = 2
+"""Number of innermost calls that are always shown."""
+_OURS = tuple(f"{_SOURCES / name}{os.sep}" for name in ("callbacks", "engine"))
+_LIBRARIES = (f"{os.sep}site-packages{os.sep}", f"{os.path.dirname(os.__file__)}{os.sep}")
+
+
+def _show(answers: Mapping[int, Any], *, all_threads: bool, all_frames: bool) -> None:
+    """Prints the result of `lines`."""
+    for line in lines(answers, all_threads=all_threads, all_frames=all_frames):
+        print(line)
+
+
+def lines(answers: Mapping[int, Any], *, all_threads: bool = False, all_frames: bool = False) -> list[str]:
+    """Returns one line about the position of each rank, then each different stack with the ranks that have it.
+
+    Args:
+        answers: answers by rank; a text gives the reason for a missing answer.
+        all_threads: show all threads, not only the training thread.
+        all_frames: show all frames of libraries and of the engine, not only the innermost ones.
+    """
+    shown_lines = [_place(rank, answer) for rank, answer in sorted(answers.items())]
+    by_stack: dict[str, list[int]] = {}
+    for rank, answer in sorted(answers.items()):
+        if not isinstance(answer, str):
+            by_stack.setdefault(_stacks(answer, all_threads, all_frames), []).append(rank)
+    for stack, ranks in by_stack.items():
+        shown_lines += ["", f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}:", stack]
+    return shown_lines
+
+
+def _place(rank: int, answer: Any) -> str:
+    if isinstance(answer, str):
+        return f"rank {rank}: no stacks: {answer}"
+    note = f" ({answer['note']})" if answer.get("note") else ""
+    where = f"rank {rank} on {answer['host']}, process {answer['pid']}"
+    return f"{where}: {_describe(answer)}{note}" if "phase" in answer else f"{where}{note}"
+
+
+def _describe(answer: Mapping[str, Any]) -> str:
+    """Describes the position of a rank: phase, step, and whether it waits for other ranks."""
+    pending = answer.get("pending")
+    doing = f", waits for other ranks in {pending}" if pending else ""
+    line = f", at {answer['line']}" if answer.get("line") else ""
+    return f"phase {answer['phase']!r} of step {answer['step']}, batch {answer['batch']}{doing}{line}"
+
+
+def _stacks(answer: Mapping[str, Any], all_threads: bool, all_frames: bool) -> str:
+    threads = answer["threads"]
+    # If the training thread is unknown (py-spy uses other names, or it has ended), all threads are shown.
+    shown = threads if all_threads or not any(thread["runs"] for thread in threads) else threads[:1]
+    shown_lines = []
+    for thread in shown:
+        if len(shown) > 1:
+            shown_lines.append(f"  thread {thread['name']}:")
+        shown_lines += _calls(thread["calls"], all_frames) or ["  (no Python frame)"]
+    return "\n".join(shown_lines)
+
+
+def _calls(calls: Sequence[Any], all_frames: bool) -> list[str]:
+    """Formats calls like a traceback, with the innermost call last."""
+    shown_lines = []
+    shown = {number for number, call in enumerate(calls) if all_frames or number < _KEPT or not _is_library(call[0])}
+    for is_shown, group in groupby(reversed(range(len(calls))), lambda number: number in shown):
+        numbers = list(group)
+        if is_shown:
+            shown_lines += [line for number in numbers for line in _call(*calls[number])]
+        else:
+            shown_lines.append(f"  ... {len(numbers)} calls of libraries and of the engine (--all-frames)")
+    return shown_lines
+
+
+def _call(file: str, line: int, name: str) -> list[str]:
+    if not line:
+        return [f"  {name} ({file})"]
+    text = linecache.getline(file, line).strip()
+    return [f'  File "{file}", line {line}, in {name}', *([f"    {text}"] if text else [])]
+
+
+def _is_library(file: str) -> bool:
+    return not file.endswith(".py") or any(part in file for part in _LIBRARIES) or file.startswith(_OURS)

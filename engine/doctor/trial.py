@@ -17,9 +17,9 @@ from rich.console import Console
 
 from ..flags import check_count
 from .figures import Figures
-from .records import read_run
+from .records import newest, read_run
 from .rules import MIN_STEPS, Finding
-from .verdict import Verdict, judge
+from .verdict import Verdict, judge, show
 
 __all__ = ["Remedy", "Trial", "main", "measure", "remedy_of"]
 
@@ -125,8 +125,6 @@ def main(words: Sequence[str]) -> int:
     if as_json:
         print(json.dumps({**verdict.plain(), "trials": [trial.plain() for trial in trials]}, indent=2))
     else:
-        from .command import show
-
         show(verdict, console)
         for trial in trials:
             _show(trial, console)
@@ -196,8 +194,6 @@ def measure(flags: Sequence[str], steps: int, environment: Mapping[str, str] | N
         output = "\n".join(done.stdout.rstrip().splitlines()[-_NUM_LINES:])
         if done.returncode != 0:
             raise RunError(f"the run ended with exit code {done.returncode}:\n{output}")
-        from .command import newest
-
         try:
             return judge(read_run(newest(folder)))
         except (OSError, ValueError) as error:

@@ -4,12 +4,16 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
 from ..phases import PHASES
 from .figures import Figures, figures_of
 from .records import Run
 from .rules import MIN_STEPS, RULES, Finding
 
-__all__ = ["Verdict", "judge"]
+__all__ = ["Verdict", "judge", "show"]
 
 _NUM_FINDINGS = 2
 """Number of findings in the summary, which has five lines in total."""
@@ -110,3 +114,49 @@ def _with_unit(value: float) -> str:
 def name(phase: str) -> str:
     """Returns the readable name of a phase."""
     return phase.replace("_", " ")
+
+
+def show(verdict: Verdict, console: Console) -> None:
+    """Prints the verdict: the findings, and the shares of each rank."""
+    figures = verdict.figures
+    if not figures.totals:
+        console.print("No step was measured.", highlight=False)
+        return
+    info = figures.info
+    sizes = " x ".join(f"{axis}={size}" for axis, size in info.layout.items() if size > 1)
+    kind = f"{info.strategy}, {sizes}" if sizes else info.strategy
+    console.print(
+        f"{kind} on {info.device}: {figures.num_steps} steps of {1e3 * figures.step_s:.3g} ms, without the first ones",
+        highlight=False,
+        markup=False,
+    )
+    if rates := rate_text(figures):
+        console.print(f"on each device: {rates}", highlight=False, markup=False)
+    for caveat in verdict.caveats:
+        console.print(Text.assemble(("Note", "yellow"), f": {caveat}"))
+    for number, finding in enumerate(verdict.findings, start=1):
+        gain = "" if finding.gain is None else f" [green](up to {finding.gain:.0%} less time)[/]"
+        console.print(f"\n[bold red]{number}. {finding.cause}[/]{gain}", highlight=False)
+        console.print(f"   {finding.evidence}", highlight=False, markup=False)
+        console.print(f"   remedy: {finding.remedy}", highlight=False, markup=False, style="bold")
+    if not verdict.findings and not verdict.caveats:
+        console.print("\n[green]Nothing stands out.[/]")
+    console.print()
+    console.print(_table(verdict))
+
+
+def _table(verdict: Verdict) -> Table:
+    figures = verdict.figures
+    table = Table(title="share of the time", title_justify="left", box=None, pad_edge=False)
+    table.add_column("")
+    ranks = sorted(figures.totals)
+    shown = ranks if len(ranks) <= 8 else [*ranks[:4], *ranks[-4:]]
+    for rank in shown:
+        table.add_column(f"rank {rank}", justify="right")
+    for phase in figures.mean_shares():
+        shares = [figures.share(phase, rank) for rank in shown]
+        if max(shares) > _SHOWN:
+            table.add_row(name(phase), *(f"{share:.1%}" for share in shares))
+    sums = [sum(figures.share(phase, rank) for phase in PHASES) for rank in shown]
+    table.add_row("all", *(f"{total:.1%}" for total in sums))
+    return table

@@ -10,8 +10,7 @@ import pytest
 from polyphase.engine.cli import main
 from polyphase.engine.doctor import living
 from polyphase.engine.doctor.living import Entry, LivingRank, living_ranks, own_space, remove_ended, runtime_folder
-from polyphase.engine.doctor.stack_text import lines
-from polyphase.engine.doctor.stacks import Unanswered, ask, find, parse_dump
+from polyphase.engine.doctor.stacks import Unanswered, ask, find, lines, parse_dump
 
 DUMP = """\
 Thread 0x00007f0000000002 (most recent call first):

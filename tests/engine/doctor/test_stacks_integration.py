@@ -18,8 +18,7 @@ from lightning.pytorch import LightningModule
 from torch.utils.data import DataLoader
 
 from polyphase.engine.doctor.living import living_ranks
-from polyphase.engine.doctor.native import NativeError, find_py_spy, native_threads
-from polyphase.engine.doctor.stacks import ask
+from polyphase.engine.doctor.stacks import NativeError, ask, find_py_spy, native_threads
 from polyphase.engine.reliability.heartbeat import Heartbeat
 from polyphase.engine.reliability.rank_registry import RankRegistry
 from polyphase.engine.reliability.rendezvous import connect
