@@ -93,7 +93,7 @@ def main() -> None:
     elif any(word.startswith("--print_shtab") for word in words):
         from .completion import print_completion
 
-        print_completion(words)
+        print_completion(words, COMMANDS)
     elif words[0] in COMMANDS:
         sys.exit(COMMANDS[words[0]](words[1:]))
     elif words[0] in RUNS:

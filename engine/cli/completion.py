@@ -2,7 +2,7 @@
 
 import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..compression.registry import ROWS as HOOKS
@@ -10,30 +10,34 @@ from ..flags import choose
 from ..precision.names import PRECISIONS
 from ..strategies.registry import STRATEGIES
 from . import classes
-from .command import COMMANDS as OTHERS
 from .console import exit_with
 from .flag_table import COMMANDS, FlagRow, flags_of
 
-__all__ = ["parser", "print_completion"]
+__all__ = ["print_completion"]
 
 SHELLS = ("bash", "zsh")  # not tcsh: there shtab omits the flags of commands
 _CKPT = ("list", "inspect", "verify", "export", "prune")
 
 
-def print_completion(words: Sequence[str]) -> None:
-    """Prints the script for ``--print_shtab bash`` (also ``--print_shtab=bash`` and ``--print_shtab-bash``)."""
+def print_completion(words: Sequence[str], others: Iterable[str]) -> None:
+    """Prints the script for ``--print_shtab bash`` (also ``--print_shtab=bash`` and ``--print_shtab-bash``).
+
+    Args:
+        words: the command line.
+        others: the commands that run no model.
+    """
     shell = re.split(r"--print_shtab[-= ]?", " ".join(words))[-1].strip()
     try:
         import shtab
 
-        print(shtab.complete(parser(), choose("shell of --print_shtab", shell, SHELLS)))
+        print(shtab.complete(_parser(others), choose("shell of --print_shtab", shell, SHELLS)))
     except ModuleNotFoundError:
         exit_with("--print_shtab needs shtab: pip install shtab")
     except ValueError as error:
         exit_with(str(error))
 
 
-def parser() -> argparse.ArgumentParser:
+def _parser(others: Iterable[str]) -> argparse.ArgumentParser:
     """Returns an argparse parser with all commands and flags, for completion only."""
     top = argparse.ArgumentParser(prog="polyphase")
     top.add_argument("--version", action="store_true")
@@ -44,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
         for row in flags_of(command):
             if not row.name.endswith(".NAME"):
                 sub.add_argument(f"--{row.name}", help=row.meaning.replace("%", "%%"), **_values(row))
-    for name in OTHERS:
+    for name in others:
         sub = commands.add_parser(name, help=name)
         if name == "strategies":
             sub.add_argument("name", nargs="?", choices=[*STRATEGIES, *PRECISIONS, *HOOKS])

@@ -43,7 +43,7 @@ def main(words: Sequence[str]) -> int:
             if os.getcwd() not in sys.path:
                 sys.path.insert(0, os.getcwd())
             check_class_name("model", words[1])
-            from ..explain import explained
+            from .explain import explained
 
             print(explained(words[1]))
         elif len(words) == 1 and not words[0].startswith("-"):

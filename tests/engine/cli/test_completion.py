@@ -6,13 +6,14 @@ import sys
 
 import pytest
 
+from polyphase.engine.cli.command import COMMANDS
 from polyphase.engine.cli.completion import print_completion
 from polyphase.engine.cli.flag_table import ENGINE_FLAGS
 
 
 @pytest.fixture
 def script(capsys) -> str:
-    print_completion(["--print_shtab", "bash"])
+    print_completion(["--print_shtab", "bash"], COMMANDS)
     return capsys.readouterr().out
 
 
@@ -23,7 +24,7 @@ def test_it_names_our_flags(script):
 
 @pytest.mark.parametrize("words", [["--print_shtab=zsh"], ["--print_shtab-zsh"], ["fit", "--print_shtab", "bash"]])
 def test_other_shells_and_spellings(words, capsys):
-    print_completion(words)
+    print_completion(words, COMMANDS)
     assert "--global_batch_size" in capsys.readouterr().out.replace("\\", "")
 
 
@@ -51,5 +52,5 @@ def test_bash_completes(words, completed, script, tmp_path):
 def test_without_shtab_it_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "shtab", None)
     with pytest.raises(SystemExit):
-        print_completion(["--print_shtab", "bash"])
+        print_completion(["--print_shtab", "bash"], COMMANDS)
     assert "pip install shtab" in capsys.readouterr().err

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from polyphase.engine.cli.errors import in_a_line
-from polyphase.engine.cli.lightning_cli import run
+from polyphase.engine.cli.lightning_cli import in_a_line, run
 from tests.pairs import nightly
 
 MODEL = """

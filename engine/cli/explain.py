@@ -7,8 +7,8 @@ import sys
 import torch
 from lightning.pytorch import LightningModule
 
-from .flags import choose
-from .strategies import describe_units, make_plan
+from ..flags import choose
+from ..strategies import describe_units, make_plan
 
 __all__ = ["explained"]
 
