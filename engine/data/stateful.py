@@ -13,9 +13,8 @@ from ..checkpoint.rng import get_random_state, set_random_state
 from .batch_digest import OTHER_BATCHES
 from .clone_loader import clone_loader
 from .data_set_epoch import epoch_of
+from .drawing import is_same_state
 from .own_generators import OwnGenerators, set_state_here
-from .pass_draws import PassDraws
-from .reapplied_state import ReappliedState
 from .stream_loader import StreamLoader, can_be_read, is_stateful
 from .torchdatas import classes_of_torchdata, is_torchdata_loader
 
@@ -113,7 +112,7 @@ class StateTrackingLoader(DataLoader):
     """Returns the number of latest states that are kept."""
     _states: dict[int, dict[str, Any] | None]
     _latest: dict[str, Any] | None = None
-    _reapplied_state: ReappliedState | None = None
+    _reapplied_state: "_ReappliedState | None" = None
     applies_again = True
     """Whether the data set may apply a loaded state in later epochs again."""
     data_epoch: int | None = None
@@ -122,7 +121,7 @@ class StateTrackingLoader(DataLoader):
     """The epoch of the data set after the latest batch: some data sets count epochs themselves."""
     keeps_draws = False
     """Whether the states of workers include those of their generators."""
-    _draws: PassDraws | None = None
+    _draws: "_PassDraws | None" = None
     _has_begun_twice = False
     _initial: Any = None
     """The state at the start of the first epoch: the resumed one, or that of the data set."""
@@ -202,10 +201,10 @@ class StateTrackingLoader(DataLoader):
                 " persistent_workers=False, or num_workers=0."
             )
         if keeps_dataset and self.num_workers == 0:
-            self._reapplied_state = ReappliedState(self.dataset, begins_epoch=batches == 0)
+            self._reapplied_state = _ReappliedState(self.dataset, begins_epoch=batches == 0)
         self.load_state_dict(copy.deepcopy(state["state"]))  # type: ignore[attr-defined]
         if self.num_workers == 0:
-            self._draws = PassDraws(self.dataset, state.get("draws") if batches else None)
+            self._draws = _PassDraws(self.dataset, state.get("draws") if batches else None)
         self._has_begun_twice = batches == 0
         if batches == 0 and not state["ended"]:
             before = get_random_state()
@@ -224,7 +223,7 @@ class StateTrackingLoader(DataLoader):
             self._initial = copy.deepcopy(self.dataset.state_dict())  # type: ignore[attr-defined]
         self._is_iterated = True
         if self.num_workers == 0 and (self._draws is None or not self._draws.begin()):
-            self._draws = PassDraws(self.dataset, None)
+            self._draws = _PassDraws(self.dataset, None)
         batches: Iterator[Any] = self._iterator_of_loader()
         is_warned = self._draws is not None and self._draws.check_order(self)
         if getattr(batches, "is_another", False) and not is_warned:
@@ -319,3 +318,115 @@ def track_states(
     tracking = clone_loader(loader, kind, num_kept=num_kept)
     tracking.begin(epoch)
     return tracking
+
+
+# --- draws of a pass
+# The random draws of one pass over a stream that this process reads itself; a resumed pass repeats them.
+
+
+class _PassDraws:
+    """Follows the random generators through one pass over a stream in this process.
+
+    Args:
+        dataset: the stream.
+        resumed: the `state` of the pass that is resumed; None for a new one.
+    """
+
+    def __init__(self, dataset: Any, resumed: dict[str, Any] | None) -> None:
+        self._dataset = dataset
+        self._own = OwnGenerators(dataset)
+        self._resumed = resumed if resumed is not None and resumed["start"] is not None else None
+        self._start = self._own.state_here() if self._resumed is None else self._resumed["start"]
+        # A stream without a state is read again: it may draw its order when the iterator is made, before a fetch.
+        self._has_drawn = self._resumed is not None or not is_stateful(dataset)
+        self._draws_between = self._resumed is not None and self._resumed["draws_on"]
+        self._num_fetched = 0
+        self._state: dict[str, Any] | None = resumed
+
+    def begin(self) -> bool:
+        """Called before the iterator is made; returns whether it resumes a pass."""
+        if self._resumed is None:
+            return False
+        set_state_here(self._dataset, self._start)
+        return True
+
+    def check_order(self, loader: DataLoader) -> bool:
+        """Whether the stream was read again with other draws, with a warning if so; called once the iterator exists."""
+        saved = None if self._resumed is None else self._resumed["next"]
+        reads_again = saved is not None and not is_stateful(self._dataset)
+        is_other = reads_again and self._draws_between and not is_same_state(saved, self._own.state_here())
+        if is_other:
+            rank_zero_warn(
+                f"{type(self._dataset).__name__} has no `state_dict`, and was read again up to its place. It draws"
+                " random numbers from global generators between its samples, and so does the training: if they decide"
+                " which samples come, the samples differ now. Give it its own generator, a `state_dict` and"
+                " `load_state_dict`, or num_workers=1."
+            )
+        return is_other
+
+    def fetch(self, batches: Iterator[Any]) -> Any:
+        """Returns the next batch."""
+        if self._resumed is not None and self._resumed["next"] is not None:
+            set_state_here(self._dataset, self._resumed["next"])
+        self._resumed = None
+        before, latest = self._own.state_here(), self._state
+        try:
+            return next(batches)
+        finally:
+            if not is_same_state(before, self._own.state_here()):
+                self._draws_between = self._draws_between or self._num_fetched > 0
+                self._has_drawn = True
+                if latest is not None:
+                    latest.update(start=self._start, next=before)
+            self._num_fetched += 1
+
+    def state(self) -> dict[str, Any]:
+        """Returns the states of the generators: at the pass's start, and before the next batch once that is fetched."""
+        start = self._start if self._has_drawn else None
+        self._state = {"start": start, "next": None, "draws_on": self._draws_between}
+        return self._state
+
+
+# --- states that are applied again
+# Detects a data set that applies a loaded state again in the epochs after the resumed one.
+
+
+class _ReappliedState:
+    """Detects a data set that applies a loaded state in every later pass, as some of Hugging Face do.
+
+    After the resumed epoch, the next pass of such a data set begins where the resumed one began, or is empty. Other
+    data sets begin where the last pass ended.
+
+    Args:
+        dataset: before the state is loaded.
+        begins_epoch: whether the state is that of the end of an epoch.
+    """
+
+    def __init__(self, dataset: Any, *, begins_epoch: bool) -> None:
+        self._dataset = dataset
+        self._initial = copy.deepcopy(dataset.state_dict())
+        self._first: Any = None
+        self._has_first = False
+        self._begins_epoch = begins_epoch
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the next pass is the first one after the resumed epoch."""
+        return self._begins_epoch or self._has_first
+
+    def note_batch(self) -> None:
+        """Called after each batch of the resumed epoch, and at its end."""
+        if not self._has_first:
+            self._first, self._has_first = copy.deepcopy(self._dataset.state_dict()), True
+
+    def is_applied(self, first: list[Any]) -> bool:
+        """Whether a pass began with the loaded state.
+
+        Args:
+            first: the first batch of the pass in a list; an empty one if it has none.
+        """
+        return not first or (self._has_first and is_same_state(self._dataset.state_dict(), self._first))
+
+    def clear(self) -> None:
+        """Sets the data set back to its start."""
+        self._dataset.load_state_dict(self._initial)

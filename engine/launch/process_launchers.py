@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import wait
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
 
 # Imported before any process group exists: it binds the default group into function defaults, which would otherwise
@@ -43,7 +44,6 @@ from ..reliability.failure import report_failure
 from ..reliability.hard_exit import end_tree
 from ..reliability.parent import watch_parent
 from ..reliability.tracebacks import shorten
-from .generators import pickle_generators
 from .script_launcher import ScriptLauncher
 
 __all__ = ["check_forks", "end_group_at_exit", "make_launcher"]
@@ -269,7 +269,7 @@ class _WorkerLauncher(_MultiProcessingLauncher):
         if self._start_method == "spawn" and getattr(mp.current_process(), "_inheriting", False):
             sys.exit(_UNGUARDED)  # the parent prints the reason
         if self._start_method == "spawn":
-            pickle_generators()
+            _pickle_generators()
         else:
             check_forks(self._strategy)
             self._needs_one_thread = torch.get_num_threads() > 1 and _has_native_threads()
@@ -336,7 +336,7 @@ class _WorkerLauncher(_MultiProcessingLauncher):
                 compute_with_one_thread()
             _display_in_cell()
         else:
-            pickle_generators()  # as do its loaders' workers
+            _pickle_generators()  # as do its loaders' workers
         if not faulthandler.is_enabled():  # a fork: other processes read it from the environment
             faulthandler.enable(file=2)
         if _before:  # a fork of the parent
@@ -462,3 +462,25 @@ def _progress(trainer: Trainer) -> dict[str, Any]:
         "steps": batches.automatic_optimization.optim_progress,
         "manual_steps": batches.manual_optimization.optim_step_progress,
     }
+
+
+# --- generators of spawned workers
+# Pickles torch.Generator for workers that are spawned.
+#
+# torch pickles its state as a tensor in shared memory, which is freed before the worker opens it: with a loader that
+# has a `generator`, or a StatefulDataLoader with `shuffle=True`, the worker ends with "unable to resize file".
+
+
+def _pickle_generators() -> None:
+    """Makes multiprocessing pickle generators with their states as bytes."""
+    ForkingPickler.register(torch.Generator, _reduce)
+
+
+def _reduce(generator: torch.Generator) -> tuple[Callable[..., torch.Generator], tuple[str, bytes]]:
+    return _rebuild, (str(generator.device), generator.get_state().numpy().tobytes())
+
+
+def _rebuild(device: str, state: bytes) -> torch.Generator:
+    generator = torch.Generator(device)
+    generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    return generator

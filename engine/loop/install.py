@@ -2,10 +2,11 @@
 
 import functools
 import os
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, ParamSpec
 
+from lightning.fabric.utilities.data import get_all_subclasses
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ProgressBar, RichModelSummary
 
@@ -15,6 +16,7 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerSta
 
 # Lightning: a finder, such as BatchSizeFinder, ends its run with this exception.
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.utils.data import BatchSampler, DataLoader
 
 # Lightning: the base of its launchers of workers, and of the engine's.
 # Lightning: its own decorator of `Trainer.__init__` reads these; for a subclass it would read PL_ENGINE_*.
@@ -22,7 +24,6 @@ from .._compat.lightning import _CallbackConnector, _MultiProcessingLauncher, _p
 from ..config import EngineConfig
 from ..data import naming_exhausted_iterators, naming_foreign_ranks
 from ..data.batch_sizes import BatchSizes
-from ..data.loader_classes import restoring_loader_classes
 from ..distributed.object_group import SELF, WORLD, ObjectGroup
 from ..environment import keeping_interface
 from ..flags import check_count
@@ -109,7 +110,7 @@ class TrainerBase(Trainer):
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         self._ended_by = None
         try:
-            with quiet(), logging_run_parameters(), keeping_interface(), restoring_loader_classes():
+            with quiet(), logging_run_parameters(), keeping_interface(), _restoring_loader_classes():
                 results = self._run_watched(*args, **kwargs)
         except BaseException as exception:
             self._ended_by = exception
@@ -401,3 +402,34 @@ def _install_evaluation_loops(trainer: TrainerBase) -> None:
         verbose = getattr(trainer, name).verbose
         setattr(trainer, name, EvaluationLoop(trainer, fn, stage, verbose, inference_mode))
     trainer.predict_loop = PredictionLoop(trainer, inference_mode)
+
+
+# --- patches of loader classes
+# Removes Lightning's patches of loader classes if the hook that makes a loader raises.
+#
+# Lightning records the arguments of loaders and batch samplers by patched methods of their classes
+# (`_replace_dunder_methods`), and removes the patches only if nothing is raised. In a notebook, each later run would
+# work with patched classes.
+
+
+_PATCHED = ("__init__", "__setattr__", "__delattr__")
+
+
+@contextmanager
+def _restoring_loader_classes() -> Iterator[None]:
+    """Context of a run: after an exception, no class of loaders or batch samplers stays patched."""
+    try:
+        yield
+    except BaseException:
+        for base in (DataLoader, BatchSampler):
+            for cls in {base, *get_all_subclasses(base)}:
+                _restore(cls)
+        raise
+
+
+def _restore(cls: type) -> None:
+    for name in _PATCHED:
+        kept = f"__old{name}"  # Lightning: where _replace_dunder_methods keeps the class's own
+        if kept in vars(cls):
+            setattr(cls, name, vars(cls)[kept])
+            delattr(cls, kept)

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from polyphase.engine import Engine
 from polyphase.engine.compression import AllReduceHook, Auto, Bucket, CountingGroup, ParamSlice, forecast
-from polyphase.engine.compression.comm_worker import CommWorker
+from polyphase.engine.compression.base import CommWorker
 from polyphase.engine.compression.int8 import Noise, quantize
 from polyphase.engine.compression.powersgd import _orthonormal
 from tests.engine.parity import FEW_STEPS, QUIET, TOLERANCE, build, largest_difference, loader, sgd

@@ -2,7 +2,7 @@
 
 import pytest
 
-from polyphase.engine.reliability.advice import what_to_do
+from polyphase.engine.reliability.report import what_to_do
 
 MESSAGES = {
     "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB": "fsdp",

@@ -281,7 +281,9 @@ def test_a_stream_goes_on_in_mid_epoch(tmp_path, num_workers):
 def test_a_stream_of_other_ranks_is_refused():
     data_position = engine()._data_connector.data_position
     loaders = [{"unit": "stateful", "state": {}}]
-    data_position.load_state_dict([{"batches": 0, "micro_batch_size": None, "sample_seed": None, "loaders": loaders}] * 2)
+    data_position.load_state_dict(
+        [{"batches": 0, "micro_batch_size": None, "sample_seed": None, "loaders": loaders}] * 2
+    )
     with pytest.raises(ValueError, match=r"positions of 2 rank\(s\) in an IterableDataset .* which 1 can't share"):
         data_position.resume(DataLoader([1]))
 
