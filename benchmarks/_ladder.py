@@ -23,9 +23,9 @@ from torch.utils.data import DistributedSampler
 
 from polyphase.engine import Engine
 from polyphase.engine.data.watched import Watched
-from polyphase.engine.loop.bare_optimizer import BareStep, zero_grad
 from polyphase.engine.loop.flat_epoch import next_batch
 from polyphase.engine.loop.hooks import Hooks
+from polyphase.engine.loop.shortcuts import BareStep, zero_grad
 from polyphase.engine.strategies.ddp import BareDDP
 
 __all__ = ["RUNGS", "by_rung", "ladder"]

@@ -19,24 +19,25 @@ from collections.abc import Callable
 from itertools import chain
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from ..distributed.object_group import SELF, ObjectGroup, num_ranks
 from ..distributed.waits import waiting
 from .checked_io import Files, resolve
-from .joint_calls import call_on_all, call_on_rank_0
+from .dcp_storage import Writer, write_whole
 from .manifest import RANKS, REST, CheckpointError, Manifest, damage, parse_manifest, read_manifest
 from .not_plain import not_plain
 from .opening import Wants, check_content, open_directory, wrong_files
 from .publish import begin, discard, publish, remove, update_link
-from .sending import packed, unpacked
-from .shard_writing import write_shards, writes_shards
 from .single_file import wrong_in
 from .staging import Staging
-from .state_tree import mapped, merged, split, to_lightning
+from .state_tree import is_plain, mapped, merged, split, to_lightning
+from .strided_shards import SavePlanner
 from .whole import whole_checkpoint
 
 __all__ = ["AsyncCheckpointer", "load_checkpoint"]
@@ -124,7 +125,7 @@ class AsyncCheckpointer:
         for key in sorted(rest.keys() & spread):  # in one order on all ranks
             rest[key] = merged(group.all_gather_object(rest[key]))
         of_rank_tensors: dict[str, Tensor] = {}
-        if writes_shards(group):
+        if _writes_shards(group):
             of_rank_tensors, of_rank = split(of_rank, f"rank{group.rank}.")
             # These tensors are small, but may be views of a bucket of gradients, which would be written as a whole.
             of_rank = mapped(lambda small: small.detach().cpu().clone(), of_rank)
@@ -223,7 +224,7 @@ class AsyncCheckpointer:
         """
         self.finish()
         group = SELF if alone else self._ranks()
-        manifest = call_on_rank_0(group, lambda: read_manifest(path))
+        manifest = _call_on_rank_0(group, lambda: read_manifest(path))
         share = (group.rank, group.size)
         wrong = sorted(chain.from_iterable(group.all_gather_object(wrong_files(path, manifest, share))))
         if wrong:
@@ -264,8 +265,8 @@ class AsyncCheckpointer:
         group = self._ranks()
         if group.size == 1:
             return [value]
-        values = group.gather_object(packed(value))
-        return [unpacked(content) for content in values] if group.rank == 0 else values
+        values = group.gather_object(_with_bytes(value))
+        return [_with_tensors(content) for content in values] if group.rank == 0 else values
 
     def gather(self, value: Any) -> list[Any]:
         """Gathers `value` of all ranks; returns the list, in rank order, on each of them."""
@@ -273,7 +274,7 @@ class AsyncCheckpointer:
 
     def agree(self, function: Callable[[], Any]) -> Any:
         """Calls `function` on rank 0 and returns its result on each rank; if it raises, all ranks raise that error."""
-        return call_on_rank_0(self._ranks(), function)
+        return _call_on_rank_0(self._ranks(), function)
 
     def _ranks(self) -> ObjectGroup:
         """Returns `ranks`, or a separate gloo group, whose collectives can't mix with those of training.
@@ -308,16 +309,16 @@ class AsyncCheckpointer:
 
     def _write(self, job: _Job, group: ObjectGroup) -> None:
         started = time.monotonic()
-        tensors = call_on_all(group, job.tensors)
-        staging = call_on_rank_0(group, lambda: begin(job.path))
+        tensors = _call_on_all(group, job.tensors)
+        staging = _call_on_rank_0(group, lambda: begin(job.path))
         files = Files(staging)
         try:
-            if writes_shards(group):
-                write_shards(tensors, files, group)
+            if _writes_shards(group):
+                _write_shards(tensors, files, group)
             else:
-                call_on_rank_0(group, lambda: write_shards(tensors, files, SELF))
+                _call_on_rank_0(group, lambda: _write_shards(tensors, files, SELF))
             of_ranks = group.gather_object((files.written, job.of_rank))
-            call_on_rank_0(group, lambda: self._publish(job, files, of_ranks))
+            _call_on_rank_0(group, lambda: self._publish(job, files, of_ranks))
         except BaseException:
             if group.rank == 0:
                 discard(staging)
@@ -374,3 +375,102 @@ def _packed(value: Any) -> bytes:
     stream = io.BytesIO()
     torch.save(value, stream)
     return stream.getvalue()
+
+
+# --- calls on rank 0
+# Calls a function on rank 0 or on all ranks; if it raises on one rank, all ranks raise an error.
+
+
+def _call_on_all(group: ObjectGroup, function: Callable[[], Any]) -> Any:
+    """Calls `function` on each rank; if it raises on one rank, all ranks raise a CheckpointError."""
+    result, error = None, None
+    try:
+        result = function()
+    except Exception as raised:
+        error = raised
+    for rank, message in enumerate(group.all_gather_object(None if error is None else repr(error))):
+        if message is not None:
+            raise CheckpointError(f"rank {rank} could not copy its tensors: {message}") from error
+    return result
+
+
+def _call_on_rank_0(group: ObjectGroup, function: Callable[[], Any]) -> Any:
+    """Calls `function` on rank 0 and returns its result on all ranks; if it raises, all ranks raise that error."""
+    result: Any = None
+    error: Exception | None = None
+    if group.rank == 0:
+        try:
+            result = function()
+        except Exception as raised:
+            error = raised
+    result, error = group.broadcast_object((result, error))
+    if error is not None:
+        raise error
+    return result
+
+
+# --- sending of states
+# Packs nested values to send them from one rank to another; tensors are packed as bytes, which pickle copies once.
+#
+# Otherwise pickle would write each tensor with `torch.save` inside the pickle.
+
+
+class _Packed(NamedTuple):
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    content: Any
+
+
+def _with_bytes(value: Any) -> Any:
+    """Returns a nested value with its tensors as bytes; `_with_tensors` restores it."""
+    return mapped(_pack, value)
+
+
+def _pack(tensor: Tensor) -> Any:
+    tensor = tensor.detach().cpu()
+    if not is_plain(tensor):
+        return tensor
+    plain = tensor.resolve_conj().resolve_neg().contiguous()
+    return _Packed(tensor.dtype, tuple(tensor.shape), plain.reshape(-1).view(torch.uint8).numpy())
+
+
+def _with_tensors(value: Any) -> Any:
+    """Restores a value from `_with_bytes`."""
+    return mapped(_unpack, value, _Packed)
+
+
+def _unpack(tensor: _Packed) -> Tensor:
+    content = np.require(tensor.content, requirements="W")
+    return torch.from_numpy(content).view(tensor.dtype).reshape(tensor.shape)
+
+
+# --- writing of shards
+# Writes the tensors of a checkpoint: each rank its own shards, by `torch.distributed.checkpoint`, or rank 0 all.
+
+
+def _writes_shards(group: ObjectGroup) -> bool:
+    """Whether each rank writes its own shards; otherwise rank 0 has all tensors whole and writes them."""
+    return group.size == 1 or group.process_group is not None
+
+
+def _write_shards(tensors: dict[str, Tensor], files: Files, group: ObjectGroup) -> None:
+    """Writes this rank's tensors to the files of a new checkpoint; all ranks of `group` call it.
+
+    Raises:
+        CheckpointError: on all ranks, if one of them could not write.
+    """
+    if group.process_group is None:
+        try:
+            write_whole(files, tensors)
+        except OSError as error:
+            raise CheckpointError(f"rank 0 could not write: {type(error).__name__}: {error}") from error
+        return
+    planner = SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    try:
+        dcp.save(tensors, storage_writer=Writer(files), planner=planner, process_group=group.process_group)
+    except dcp.api.CheckpointException as failed:  # a BaseException with a traceback in its text
+        reasons = [
+            f"rank {rank} could not write: {type(error).__name__}: {error}"
+            for rank, (error, _) in sorted(failed.failures.items())
+        ]
+        raise CheckpointError("; ".join(reasons)) from failed

@@ -16,6 +16,9 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerSta
 
 # Lightning: a finder, such as BatchSizeFinder, ends its run with this exception.
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.model_summary import get_human_readable_count
+from rich import get_console
+from rich.table import Table
 from torch.utils.data import BatchSampler, DataLoader
 
 # Lightning: the base of its launchers of workers, and of the engine's.
@@ -46,7 +49,6 @@ from .evaluation import EvaluationLoop
 from .first_steps import FirstSteps
 from .fit import FitLoop
 from .metrics import LoggerConnector
-from .model_summary import summarize
 from .noise import allow_nonempty_folder, quiet
 from .out_of_memory import OutOfMemory
 from .prediction import PredictionLoop
@@ -365,7 +367,7 @@ def _install_loggers(trainer: TrainerBase, config: EngineConfig) -> None:
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         # Lightning: the summary that Trainer.__init__ adds if there is none.
         if type(callback) is RichModelSummary and callback not in users:
-            callback.summarize = summarize  # type: ignore[method-assign]
+            callback.summarize = _summarize  # type: ignore[method-assign]
 
 
 def _install_connectors(trainer: TrainerBase, config: EngineConfig) -> None:
@@ -433,3 +435,46 @@ def _restore(cls: type) -> None:
         if kept in vars(cls):
             setattr(cls, name, vars(cls)[kept])
             delattr(cls, kept)
+
+
+# --- the model's summary
+# Lightning's table of the module, without the column of FLOPs if there is no `example_input_array`.
+
+
+def _summarize(
+    summary_data: list[tuple[str, list[str]]],
+    total_parameters: int,
+    trainable_parameters: int,
+    model_size: float,
+    total_training_modes: dict[str, int],
+    total_flops: int,
+    **summarize_kwargs: Any,
+) -> None:
+    """Prints a model's summary; called by the default `RichModelSummary` in place of its own, with its arguments."""
+    if total_flops:
+        RichModelSummary.summarize(
+            summary_data,
+            total_parameters,
+            trainable_parameters,
+            model_size,
+            total_training_modes,
+            total_flops,
+            **summarize_kwargs,
+        )
+        return
+    columns = [(name, values) for name, values in summary_data if name != "FLOPs"]
+    table = Table(header_style=summarize_kwargs.get("header_style", "bold magenta"))
+    for name, _ in columns:
+        is_number = name.startswith("Params") or name.endswith("sizes")
+        table.add_column(name, justify="right" if is_number else "left", no_wrap=name == "Name")
+    for row in zip(*(values for _, values in columns), strict=True):
+        table.add_row(*row)
+    console = get_console()
+    console.print(table)
+    total, trainable = (
+        get_human_readable_count(int(number)).strip() for number in (total_parameters, trainable_parameters)
+    )
+    modes = f"{total_training_modes['train']} modules in train mode, {total_training_modes['eval']} in eval mode"
+    console.print(
+        f"{total} parameters, {trainable} trainable, {model_size:.3g} MB; {modes}", highlight=False, soft_wrap=True
+    )

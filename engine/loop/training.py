@@ -10,6 +10,7 @@ from typing import Any, Literal
 from lightning.pytorch import Trainer
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 # Lightning: the parts of Trainer.fit_loop.epoch_loop.
@@ -17,9 +18,8 @@ from .._compat.lightning import _DataFetcher, _DataLoaderIterDataFetcher, _Train
 from ..checkpoint import get_random_state
 from ..data import ends_with_data
 from ..reliability.nonfinite import NonFiniteWatch
-from ..strategies import adapt, capabilities_of
+from ..strategies import adapt, capabilities_of, differing_buffers
 from .averaged_gradients import AveragedGradients
-from .buffer_check import BufferCheck
 from .evaluation import EvaluationLoop
 from .first_steps import FirstSteps
 from .flat_epoch import FlatEpoch
@@ -54,7 +54,7 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
     def __init__(self, trainer: Trainer, min_steps: int | None, max_steps: int, watch: NonFiniteWatch) -> None:
         super().__init__(trainer, min_steps, max_steps)
         self.automatic_optimization = AutomaticOptimization(trainer, watch)
-        self.buffer_check = BufferCheck(trainer)
+        self.buffer_check = _BufferCheck(trainer)
         self.manual_optimization = ManualOptimization(trainer, self.automatic_optimization.loss_weighting)
         self.val_loop = EvaluationLoop(
             trainer, TrainerFn.FITTING, RunningStage.VALIDATING, verbose=False, inference_mode=False
@@ -274,3 +274,55 @@ def why_not_flat(trainer: Trainer, fetcher: _DataFetcher | None) -> str | None:
     if trainer.strategy.handles_gradient_accumulation:
         return f"{type(trainer.strategy).__name__}, which accumulates gradients itself"
     return None
+
+
+# --- the check of buffers
+# Warns once of buffers that each rank updates by its own samples: rank 0's would be evaluated and saved.
+
+
+class _BufferCheck:
+    """Compares the floating-point buffers of the ranks after a run's first step, and after each epoch until it warns.
+
+    Costs a gather between hosts, and a read of the device, each time; nothing for a module without such buffers.
+
+    Args:
+        trainer: the trainer of the module.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer: Any = trainer
+        self._has_warned = False
+        self.is_first_step_due = True
+        """Whether no step of this run was looked at."""
+
+    def begin_run(self) -> None:
+        """Begins a run, whose first step is looked at."""
+        self._has_warned, self.is_first_step_due = False, True
+
+    def after_first_step(self) -> None:
+        """Compares the buffers after a run's first step."""
+        self.is_first_step_due = False
+        self.compare()
+
+    def compare(self) -> None:
+        """Compares the buffers; all ranks call it after the same step."""
+        trainer = self._trainer
+        strategy = adapt(trainer.strategy)
+        if self._has_warned or trainer.data_size == 1 or strategy.averages_buffers:
+            return
+        if not strategy.capabilities.keeps_step:  # the ranks are at different steps
+            return
+        names = differing_buffers(trainer.lightning_module, trainer.data_ranks)
+        if trainer.data_size != trainer.world_size:  # pipeline stages have different buffers
+            names = sorted({name for of_rank in trainer.all_ranks.all_gather_object(names) for name in of_rank})
+        if not names:
+            return
+        self._has_warned = True
+        option = strategy.option_to_average_buffers
+        remedy = f", or set {option}, which averages such buffers after each step" if option is not None else ""
+        rank_zero_warn(
+            f"Under {strategy!r} the ranks have different values of {', '.join(map(repr, names))}: the module updates"
+            " these buffers by the samples of its own rank, and rank 0's values are evaluated and saved, so the result"
+            " is not that of one process. Reduce what they are made of over the ranks in the module"
+            f" (torch.distributed.all_reduce){remedy}."
+        )

@@ -5,15 +5,18 @@ without either restarts the epoch.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.data import has_iterable_dataset, sized_len
 from torch.utils.data import DataLoader, SequentialSampler
 
+# Lightning: the number of batches of a loader under `limit_train_batches`.
+from .._compat.lightning import _parse_num_batches
 from ..data import (
     EpochPosition,
     KeptStates,
@@ -26,7 +29,9 @@ from ..data import (
     Workers,
     check_trained_side_by_side,
     controlling_sampler,
+    digest_of_generators,
     is_stateful,
+    loses_its_buffer,
     order_of,
     restore_sampler,
     set_own_states,
@@ -35,14 +40,6 @@ from ..data import (
 from ..data.batch_sizes import BatchSizes
 from .data_generators import DataDraws
 from .data_set_epochs import DataSetEpochs, state_of_data
-from .epoch_lengths import lengths_of, set_lengths, set_limits
-from .position_checks import (
-    check_data_set,
-    check_has_position,
-    check_same_batch_size,
-    check_sharing,
-    refuse_without_order,
-)
 from .stream_position import resume_stream, stateful
 
 __all__ = ["DataPosition"]
@@ -134,7 +131,7 @@ class DataPosition:
 
     def watch(self, combined: CombinedLoader) -> None:
         """Tracks the loaders that stay the user's own objects; called before their first iterators are made."""
-        self._lengths = lengths_of(combined)
+        self._lengths = _lengths_of(combined)
         check_trained_side_by_side(combined, self.trainer.data_size)
         if type(combined) not in (CombinedLoader, WatchedLoaders):
             return
@@ -290,9 +287,9 @@ class DataPosition:
         state = self._to_resume.pop(0)
         self.draws.resume(loader, state.get("own"), is_in_mid_epoch=self._is_in_mid_epoch)
         if self._is_in_mid_epoch:
-            check_has_position(loader, state, self._saved_batches)
+            _check_has_position(loader, state, self._saved_batches)
         if isinstance(loader, DataLoader):
-            check_data_set(loader, state, in_mid_epoch=self._is_in_mid_epoch)
+            _check_data_set(loader, state, in_mid_epoch=self._is_in_mid_epoch)
             self.data_epochs.resume(loader, state.get("data_epoch"))
         order = state.get("order") or {}
         if "begun" in order and (state["saved_by"] == self.trainer.data_size or self.trainer.data_rank == 0):
@@ -316,15 +313,15 @@ class DataPosition:
                 set_epoch(state["epoch"])  # Lightning's own call comes after workers have got their first indices
             self._num_passes[loader] = num_passes
         elif state.get("position"):
-            refuse_without_order(loader, state)
+            _refuse_without_order(loader, state)
 
     def _resume_order(self, loader: DataLoader, sharing: int, state: dict[str, Any]) -> None:
-        check_sharing(state, sharing, self.trainer.data_size)
+        _check_sharing(state, sharing, self.trainer.data_size)
         position = EpochPosition.resumed(loader, sharing, state)
         if state["per_step"] == list(position.per_step):
             position.count(self._saved_batches)
         elif state["position"]:
-            check_same_batch_size(loader)
+            _check_same_batch_size(loader)
         self._resumed_positions[loader] = position
         if isinstance(loader, WithWorkers) and self._is_dealt_alike(state, position):
             loader.workers.resume(loader, state.get("workers"))
@@ -369,9 +366,9 @@ class DataPosition:
         if isinstance(loader, WithWorkers):
             loader.workers.recount(done - position.batches)
         fetcher = trainer.fit_loop._data_fetcher
-        set_limits(trainer)
+        _set_limits(trainer)
         iter(fetcher)  # makes the iterator use the new limits
-        set_lengths(trainer)
+        _set_lengths(trainer)
         # Lightning: _TrainingEpochLoop.on_run_start
         fetcher.fetched += done
         fetcher._start_profiler = trainer.fit_loop.epoch_loop._on_before_fetch
@@ -397,16 +394,136 @@ class DataPosition:
             self.restart_loaders()
         # Lightning asks for the lengths once; a batch sampler with `set_epoch` may have another length in each epoch.
         # If no length has changed, the number that a callback has set stays, as for stochastic weight averaging.
-        lengths = lengths_of(combined)
+        lengths = _lengths_of(combined)
         are_others = bool(self._resumed_positions) or lengths != self._lengths
         self._resumed_positions.clear()
         self._lengths = lengths
         if are_others:
-            set_limits(trainer)
-            set_lengths(trainer)
+            _set_limits(trainer)
+            _set_lengths(trainer)
             check_trained_side_by_side(combined, trainer.data_size)
 
 
 def _is_known(sampler: Any) -> bool:
     """Whether a sampler that the engine does not control gives the same order when an epoch is repeated."""
     return type(sampler) is SequentialSampler or hasattr(sampler, "set_epoch")
+
+
+# --- lengths of epochs
+# Updates the number of batches of an epoch in Lightning's loops, after a resumed epoch or another batch size.
+
+
+def _lengths_of(combined: CombinedLoader) -> list[int | None]:
+    """Returns the number of batches of each loader; None for a loader without a length."""
+    return [sized_len(loader) for loader in combined.flattened]
+
+
+# Lightning: FitLoop.setup_data, when it asks for the lengths.
+def _set_limits(trainer: Any) -> None:
+    """Sets the number of batches to read of each training loader."""
+    combined = trainer.fit_loop._combined_loader
+    combined.limits = [
+        _parse_num_batches(RunningStage.TRAINING, float("inf") if n is None else n, trainer.limit_train_batches)
+        for n in _lengths_of(combined)
+    ]
+    if combined._iterator is not None:  # Lightning: the iterator, not the loader, limits the epoch
+        combined._iterator.limits = combined.limits
+
+
+def _set_lengths(trainer: Any) -> None:
+    """Sets the number of batches of the epoch, and the number after which a validation is due."""
+    fit_loop = trainer.fit_loop
+    whole = sized_len(fit_loop._combined_loader)
+    fit_loop.max_batches = float("inf") if whole is None else whole
+    if isinstance(trainer.val_check_batch, int) and isinstance(trainer.val_check_interval, float):
+        trainer.val_check_batch = max(1, int(fit_loop.max_batches * trainer.val_check_interval))
+
+
+# --- checks of a saved position
+# Refuses training loaders that can't continue where a checkpoint was saved; each error names the remedy.
+
+
+def _check_has_position(loader: Any, state: dict[str, Any], num_batches: int) -> None:
+    """Checks that a state saved in mid-epoch, after `num_batches` batches, has a position.
+
+    Raises:
+        ValueError: the state has no position.
+    """
+    if state["unit"] is None:
+        over = f" over a {type(loader.dataset).__name__}" if isinstance(loader, DataLoader) else ""
+        raise ValueError(
+            f"The checkpoint was saved after {num_batches} batches of the epoch, where this run's"
+            f" {type(loader).__name__}{over} can't continue: neither it nor its order says where it was. Give its"
+            " sampler a `__len__`, or the data `state_dict` and `load_state_dict`; save at the end of an epoch; or load"
+            " only the weights to begin an epoch."
+        )
+
+
+def _check_data_set(loader: DataLoader, state: dict[str, Any], *, in_mid_epoch: bool) -> None:
+    """Checks that a data set yields the samples that it yielded in the saved run.
+
+    Raises:
+        ValueError: its state lacks a shuffle buffer, or it is shuffled with other random numbers.
+    """
+    dataset: Any = loader.dataset
+    if in_mid_epoch and not isinstance(loader, ShardedLoader) and loses_its_buffer(dataset):
+        raise ValueError(
+            f"{type(dataset).__name__} has a `state_dict` that leaves out what is in the shuffle buffer of a"
+            " Hugging Face data set within: it can't continue in mid-epoch. Give the DataLoader that data"
+            " set itself, shuffle without a buffer, save at the end of an epoch, or load only the weights."
+        )
+    if state.get("generators") not in (None, digest_of_generators(dataset)):
+        raise ValueError(
+            "The Hugging Face data set is shuffled with other random numbers than in the run that saved the"
+            " checkpoint, and would yield another order: give its `shuffle` the same `seed`, which must not be"
+            " None, or load only the weights."
+        )
+
+
+def _check_sharing(state: dict[str, Any], num_sharing: int, num_ranks: int) -> None:
+    """Checks that this number of ranks can continue the saved order, or the separate orders of the saved run's ranks.
+
+    Args:
+        state: state of the loader, in mid-epoch or not.
+        num_sharing: number of ranks that share the loader's order in this run.
+        num_ranks: number of this run's ranks with different samples.
+
+    Raises:
+        ValueError: the number of ranks with separate orders has changed.
+    """
+    num_saved = state["saved_by"]
+    is_whole = state["num_sharing"] == num_saved and num_sharing == num_ranks
+    if state["position"] and not is_whole and (num_saved, state["num_sharing"]) != (num_ranks, num_sharing):
+        raise ValueError(
+            f"The checkpoint has the positions of {num_saved} rank(s), each in its own order (from a distributed"
+            f" sampler or `use_distributed_sampler=False`), and this run, of {num_ranks}, can't continue there:"
+            f" resume with {num_saved} and the same flag, let the engine split the samples from the start, or load"
+            " only the weights to begin an epoch."
+        )
+
+
+def _check_same_batch_size(loader: DataLoader) -> None:
+    """Checks that a loader can continue in mid-epoch with another batch size than in the saved run.
+
+    Raises:
+        ValueError: the ranks have their own samplers, of different lengths.
+    """
+    if isinstance(loader, UnevenTrainLoader):
+        raise ValueError(
+            "The checkpoint was saved in mid-epoch, with another batch size than this run's: ranks with their own"
+            " samplers, of different lengths, can't continue there. Resume with the same batch size, or load only the"
+            " weights to begin an epoch."
+        )
+
+
+def _refuse_without_order(loader: Any, state: dict[str, Any]) -> NoReturn:
+    """Refuses a loader without an order, if the saved run was in the middle of one.
+
+    Raises:
+        ValueError: always.
+    """
+    raise ValueError(
+        f"The checkpoint was saved after {state['position']} of {state['length']} {state['unit']} of the epoch,"
+        f" but this run's {type(loader).__name__} has no order of samples that could be continued: use the"
+        " DataLoader of that run, or load only the weights to begin an epoch."
+    )

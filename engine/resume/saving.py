@@ -19,12 +19,23 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .._compat.lightning import _CheckpointConnector
-from ..checkpoint import NAMES, AsyncCheckpointer, CheckpointError, get_random_state
+from ..checkpoint import (
+    NAMES,
+    AsyncCheckpointer,
+    CheckpointError,
+    get_random_state,
+    is_checkpoint,
+    is_directory,
+    load_checkpoint,
+    read_manifest,
+)
 from ..checkpoint.content import VERSION
 from ..checkpoint.manifest import Kind, Manifest, manifest_bytes
+from ..checkpoint.ownership import is_torch_file, path_status
 from ..checkpoint.publish import check_may_replace, update_link
 from ..checkpoint.single_file import MANIFEST_KEY, MOST_TEXT_BYTES, OURS
 from ..checkpoint.state_tree import all_by_name, merged
+from ..checkpoint.whole import check_file_state, read_file, refusal_of, write_file
 from ..choices import CheckpointFormat
 from ..distributed.object_group import num_ranks
 from ..loggers.continuation import LogContinuation
@@ -32,11 +43,10 @@ from ..reliability.nonfinite import NonFiniteError
 from ..strategies import adapt, capabilities_of
 from ..version import __version__
 from .averages import follow_until_first_update
-from .engine_io import EngineIO
 from .run_history import RunHistory
 from .trained_parameters import TrainedParameters
 
-__all__ = ["STRATEGY", "SavingConnector"]
+__all__ = ["STRATEGY", "EngineIO", "SavingConnector"]
 
 STRATEGY = "strategy"
 """Key of the strategy's own state, under `OURS` and in the state of each rank."""
@@ -393,3 +403,53 @@ class SavingConnector(_CheckpointConnector):
 def _goes_by_number(state: Any) -> bool:
     """Whether an optimizer's state has torch's format, in which parameters have numbers."""
     return type(state) is dict and type(state.get("state")) is dict and "param_groups" in state
+
+
+# --- the engine's CheckpointIO
+# Writes, opens and removes checkpoints that are files, by the interface that Lightning's strategies call.
+
+
+class EngineIO(TorchCheckpointIO):
+    """Writes Lightning's files atomically; opens and removes these and the engine's directories."""
+
+    def __init__(self, saver: AsyncCheckpointer) -> None:
+        super().__init__()
+        self._saver = saver
+        self._has_checked = False
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        """Writes one file.
+
+        Raises:
+            TypeError: `storage_options` were given, as for Lightning's `TorchCheckpointIO`.
+            CheckpointError: the file can't be opened again.
+        """
+        if storage_options is not None:
+            super().save_checkpoint(checkpoint, path, storage_options=storage_options)  # raises Lightning's own error
+            return
+        write_file(checkpoint, str(path))
+        if MANIFEST_KEY in checkpoint.get(OURS, ()):
+            read_manifest(path)  # before an older one is removed
+        if not self._has_checked:
+            self._has_checked = True
+            if (refusal := refusal_of(checkpoint)) is not None:
+                rank_zero_warn(refusal)
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+        """Opens a file or a directory, whole, on the CPU."""
+        self._saver.finish()
+        if is_directory(path):
+            return load_checkpoint(path, weights_only=weights_only)
+        if is_checkpoint(path):
+            return read_file(path, weights_only, lazily=num_ranks() > 1)  # each rank reads only its part
+        checkpoint = super().load_checkpoint(path, map_location or (lambda storage, _: storage), weights_only)
+        check_file_state(checkpoint, path)
+        return checkpoint
+
+    def remove_checkpoint(self, path: Any) -> None:
+        """Removes a file or a directory; the engine's own checkpoints only when the save in flight has succeeded."""
+        # Lightning: its launchers hand the weights to the first process in a file that is not a whole checkpoint.
+        if is_torch_file(path) and path_status(path).kind != "ours":
+            super().remove_checkpoint(path)
+        else:
+            self._saver.remove(str(path))

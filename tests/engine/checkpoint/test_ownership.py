@@ -12,7 +12,7 @@ from polyphase.engine.checkpoint import publish as stores
 from polyphase.engine.checkpoint.manifest import MANIFEST, read_manifest
 from polyphase.engine.checkpoint.ownership import is_torch_file, path_status
 from polyphase.engine.checkpoint.publish import begin, publish, remove
-from polyphase.engine.resume.engine_io import EngineIO
+from polyphase.engine.resume.saving import EngineIO
 
 from .sample_checkpoints import about, content, is_whole, manifest, rank_state, save, seal
 
