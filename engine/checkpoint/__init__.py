@@ -9,17 +9,17 @@ from ..lazy import import_on_access
 
 if TYPE_CHECKING:
     from .checked_io import absolute
-    from .publish import (
+    from .locks import lock
+    from .manifest import (
         CheckpointError,
         Manifest,
         NewerFormatError,
         find,
         is_checkpoint,
         is_directory,
-        lock,
         read_manifest,
-        repair,
     )
+    from .publish import repair
     from .rng import get_random_state, host_state, seed_rank_stream, set_random_state
     from .saver import AsyncCheckpointer, load_checkpoint
     from .state_tree import NAMES, by_name, by_number, to_lightning
@@ -51,22 +51,22 @@ __getattr__ = import_on_access(
     __name__,
     {
         "NAMES": "state_tree",
-        "CheckpointError": "publish",
-        "Manifest": "publish",
-        "NewerFormatError": "publish",
+        "CheckpointError": "manifest",
+        "Manifest": "manifest",
+        "NewerFormatError": "manifest",
         "AsyncCheckpointer": "saver",
         "absolute": "checked_io",
         "by_name": "state_tree",
         "by_number": "state_tree",
         "seed_rank_stream": "rng",
-        "find": "publish",
+        "find": "manifest",
         "get_random_state": "rng",
-        "is_checkpoint": "publish",
-        "is_directory": "publish",
+        "is_checkpoint": "manifest",
+        "is_directory": "manifest",
         "load_checkpoint": "saver",
-        "lock": "publish",
+        "lock": "locks",
         "to_lightning": "state_tree",
-        "read_manifest": "publish",
+        "read_manifest": "manifest",
         "repair": "publish",
         "host_state": "rng",
         "set_random_state": "rng",

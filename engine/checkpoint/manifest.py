@@ -13,6 +13,8 @@ import re
 import zlib
 from typing import Any, Literal, get_args
 
+from fsspec.implementations.local import LocalFileSystem
+
 from ..flags import did_you_mean
 from ..foreign import for_terminal
 from ..typed import MOST
@@ -31,6 +33,7 @@ __all__ = [
     "Manifest",
     "NewerFormatError",
     "damage",
+    "find",
     "is_checkpoint",
     "is_directory",
     "is_file_of_ours",
@@ -202,6 +205,25 @@ def _of_file(path: str | os.PathLike[str], name: str) -> Manifest:
     raise CheckpointError(f"{path} is no checkpoint of Polyphase's, or damaged: it has no manifest.")
 
 
+def find(folder: str | os.PathLike[str]) -> list[tuple[str, Manifest]]:
+    """Returns the checkpoints in a folder that have a valid manifest, newest first; reads no other files."""
+    fs, root = resolve(folder)
+    if not fs.isdir(root):
+        return []
+    fs.invalidate_cache(root)
+    checkpoints = []
+    for entry in fs.ls(root, detail=False):
+        if is_reserved(os.path.basename(entry)) or (isinstance(fs, LocalFileSystem) and os.path.islink(entry)):
+            continue  # the link `last` points at a checkpoint that is listed itself
+        path = entry if isinstance(fs, LocalFileSystem) else fs.unstrip_protocol(entry)
+        try:
+            if is_checkpoint(path):
+                checkpoints.append((path, read_manifest(path)))
+        except CheckpointError:
+            continue
+    return sorted(checkpoints, key=lambda checkpoint: checkpoint[1].order, reverse=True)
+
+
 def parse_manifest(content: bytes, path: str | os.PathLike[str]) -> Manifest:
     """Validates the bytes of a manifest and parses them.
 
@@ -293,8 +315,6 @@ def _crc_of(content: dict[str, Any]) -> int:
 
 def _nearest(path: str) -> str:
     """Suggests the checkpoint with the most similar name beside a missing path, and the newest one."""
-    from .publish import find  # imports this module
-
     parent, name = os.path.split(path)
     beside = [os.path.basename(checkpoint) for checkpoint, _ in find(parent)]
     if not beside:

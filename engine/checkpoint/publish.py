@@ -22,16 +22,14 @@ from typing import Any
 from fsspec.implementations.local import LocalFileSystem
 
 from .checked_io import Files, resolve, sync
-from .locks import held, is_held, keep_lock, lock
+from .locks import held, is_held, keep_lock
 from .manifest import (
     MANIFEST,
     CheckpointError,
     Manifest,
     NewerFormatError,
-    is_checkpoint,
     is_directory,
     is_file_of_ours,
-    is_reserved,
     manifest_bytes,
     read_manifest,
 )
@@ -40,22 +38,12 @@ from .single_file import HEAD, wrong_in
 
 __all__ = [
     "LEFTOVERS",
-    "MANIFEST",
-    "CheckpointError",
-    "Manifest",
-    "NewerFormatError",
     "begin",
     "check_files",
-    "check_may_replace",
     "discard",
     "final_path_of",
-    "find",
-    "is_checkpoint",
-    "is_directory",
     "is_leftover",
-    "lock",
     "publish",
-    "read_manifest",
     "remove",
     "repair",
     "set_aside",
@@ -298,25 +286,6 @@ def check_files(path: str | os.PathLike[str], manifest: Manifest, share: tuple[i
     names = sorted(manifest.files)[share[0] :: share[1]]
     with ThreadPoolExecutor(_NUM_AT_ONCE) as threads:
         return list(filter(None, threads.map(lambda name: files.check(name, *manifest.files[name]), names)))
-
-
-def find(folder: str | os.PathLike[str]) -> list[tuple[str, Manifest]]:
-    """Returns the checkpoints in a folder that have a valid manifest, newest first; reads no other files."""
-    fs, root = resolve(folder)
-    if not fs.isdir(root):
-        return []
-    fs.invalidate_cache(root)
-    checkpoints = []
-    for entry in fs.ls(root, detail=False):
-        if is_reserved(os.path.basename(entry)) or (isinstance(fs, LocalFileSystem) and os.path.islink(entry)):
-            continue  # the link `last` points at a checkpoint that is listed itself
-        path = entry if isinstance(fs, LocalFileSystem) else fs.unstrip_protocol(entry)
-        try:
-            if is_checkpoint(path):
-                checkpoints.append((path, read_manifest(path)))
-        except CheckpointError:
-            continue
-    return sorted(checkpoints, key=lambda checkpoint: checkpoint[1].order, reverse=True)
 
 
 def is_leftover(path: str) -> bool:

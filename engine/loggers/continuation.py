@@ -19,7 +19,7 @@ from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from ..checkpoint.publish import find
+from ..checkpoint.manifest import find
 from ..checkpoint.run_record import read_record
 from ..environment import restart_count
 from .kinds import LoggerKind, kind_of

@@ -31,8 +31,8 @@ from ..checkpoint import (
 )
 from ..checkpoint.content import VERSION
 from ..checkpoint.manifest import Kind, Manifest, manifest_bytes
-from ..checkpoint.ownership import is_torch_file, path_status
-from ..checkpoint.publish import check_may_replace, update_link
+from ..checkpoint.ownership import check_may_replace, is_torch_file, path_status
+from ..checkpoint.publish import update_link
 from ..checkpoint.single_file import MANIFEST_KEY, MOST_TEXT_BYTES, OURS
 from ..checkpoint.state_tree import all_by_name, merged
 from ..checkpoint.whole import check_file_state, read_file, refusal_of, write_file

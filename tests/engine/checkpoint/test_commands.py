@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from polyphase.engine.checkpoint import commands
-from polyphase.engine.checkpoint.publish import MANIFEST, update_link
+from polyphase.engine.checkpoint.manifest import MANIFEST
+from polyphase.engine.checkpoint.publish import update_link
 from tests.distributed import run_command
 
 from .sample_checkpoints import content, same, save, saved

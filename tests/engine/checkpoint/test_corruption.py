@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from polyphase.engine.checkpoint import AsyncCheckpointer, CheckpointError, commands, find, opening, read_manifest
-from polyphase.engine.checkpoint.publish import MANIFEST, check_files
+from polyphase.engine.checkpoint.manifest import MANIFEST
+from polyphase.engine.checkpoint.publish import check_files
 
 from .sample_checkpoints import is_whole, saved
 

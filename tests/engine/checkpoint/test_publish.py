@@ -12,16 +12,8 @@ import torch
 
 from polyphase.engine.checkpoint import CheckpointError, find, is_checkpoint, lock, read_manifest, repair
 from polyphase.engine.checkpoint.checked_io import Files
-from polyphase.engine.checkpoint.publish import (
-    MANIFEST,
-    begin,
-    check_files,
-    discard,
-    publish,
-    remove,
-    update_link,
-    writing_file,
-)
+from polyphase.engine.checkpoint.manifest import MANIFEST
+from polyphase.engine.checkpoint.publish import begin, check_files, discard, publish, remove, update_link, writing_file
 
 from ...distributed import in_a_fork
 from .sample_checkpoints import manifest

@@ -10,7 +10,8 @@ import fsspec
 import pytest
 
 from polyphase.engine.checkpoint import find
-from polyphase.engine.checkpoint.publish import MANIFEST, begin, discard, repair, update_link, writing_file
+from polyphase.engine.checkpoint.manifest import MANIFEST
+from polyphase.engine.checkpoint.publish import begin, discard, repair, update_link, writing_file
 from polyphase.engine.checkpoint.retention import list_entries, prune
 from polyphase.engine.checkpoint.single_file import HEAD
 

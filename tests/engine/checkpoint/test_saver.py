@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from polyphase.engine.checkpoint import NAMES, AsyncCheckpointer, CheckpointError, find, load_checkpoint
-from polyphase.engine.checkpoint.publish import MANIFEST
+from polyphase.engine.checkpoint.manifest import MANIFEST
 
 from .sample_checkpoints import about, content, is_whole, rank_state, same, save
 
