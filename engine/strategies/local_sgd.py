@@ -18,22 +18,22 @@ with rank 0's optimizer state.
 """
 
 import dataclasses
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
-from ..compression import AllReduceHook, CommHook, CountingGroup
+from ..compression import AllReduceHook, Bucket, CommHook, CountingGroup, ParamSlice
 from ..distributed.buckets import copy, flatten, in_buckets, unflatten
 from .compressing import CommHookMixin
 from .ddp import DDP
 from .options import DDPOptions, DiLoCoOptions, LocalSGDOptions
-from .outer_optimizer import OuterOptimizer
 
 __all__ = ["LocalSGD"]
 
@@ -68,7 +68,7 @@ class LocalSGD(DDP):
         self._hook: CommHook | None = None
         self._warmup: AllReduceHook | None = None
         self._means: CountingGroup | None = None
-        self._anchor: OuterOptimizer | None = None
+        self._anchor: _OuterOptimizer | None = None
         self._is_apart = False
         self._own: list[Tensor] | None = None  # the rank's own weights, while the module has the mean
         self._loaded: tuple[dict[str, Any], dict[str, Any]] = {}, {}
@@ -129,7 +129,7 @@ class LocalSGD(DDP):
             self._means.bucket = index
             copy(unflatten(self._means.start_broadcast(flatten(bucket), 0)(), bucket), bucket)
         trained = dict(self._trained_parameters())
-        self._anchor = OuterOptimizer(trained, self._hook, largest_mb=self.local.bucket_cap_mb, outer=self.local.outer)
+        self._anchor = _OuterOptimizer(trained, self._hook, largest_mb=self.local.bucket_cap_mb, outer=self.local.outer)
         shared, own = self._loaded
         if "anchor" in shared:  # otherwise another strategy has saved it
             self._anchor.load_state_dict(shared)
@@ -276,3 +276,72 @@ class LocalSGD(DDP):
     def load_state(self, shared: dict[str, Any], of_rank: dict[str, Any]) -> None:
         """See `DistributedStrategy`; takes effect when training starts."""
         self._loaded = shared, of_rank
+
+
+# --- the outer step
+# The anchor, and the outer step that updates it: the mathematics of `local_sgd.py`.
+
+
+class _OuterOptimizer:
+    """The anchor (the weights that all ranks had after the last exchange), and the outer SGD that updates it.
+
+    Args:
+        parameters: the trained parameters, by name.
+        hook: comm hook that averages over the ranks; it has begun.
+        largest_mb: size of a bucket, in MiB.
+        outer: arguments of `torch.optim.SGD`.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, Tensor], hook: CommHook, *, largest_mb: float, outer: dict[str, Any]
+    ) -> None:
+        self._names: dict[Tensor, str] = {parameter: name for name, parameter in parameters.items()}
+        self._hook = hook
+        self._buckets = list(in_buckets(parameters.values(), largest_mb))
+        self._flats = [flatten(bucket) for bucket in self._buckets]
+        self._outer = SGD(self._flats, **outer)
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The parameters that the anchor has a copy of."""
+        return list(self._names)
+
+    @property
+    def held_bytes(self) -> int:
+        """The bytes of the anchor itself, and of its momentum."""
+        momenta = [value for state in self._outer.state.values() for value in state.values()]
+        return sum(tensor.nbytes for tensor in (*self._flats, *momenta) if isinstance(tensor, Tensor))
+
+    def exchange(self) -> None:
+        """Phases 1 to 3."""
+        for index, (parameters, anchor) in enumerate(zip(self._buckets, self._flats, strict=True)):
+            change = anchor - flatten(parameters)
+            members = tuple(ParamSlice(self._names[p], tuple(p.shape)) for p in parameters)
+            anchor.grad = self._hook.run(Bucket(index, change, members))
+            self._outer.step()
+            anchor.grad = None
+            copy(unflatten(anchor, parameters), parameters)
+        self._hook.on_step_end()
+
+    def state_dict(self) -> dict[str, dict[str, Tensor]]:
+        """The anchor and the momentum of each parameter, by name: views."""
+        momenta = [self._outer.state[flat].get("momentum_buffer") for flat in self._flats]
+        return {"anchor": self._by_name(self._flats), "momentum": self._by_name(momenta)}
+
+    def load_state_dict(self, state: dict[str, dict[str, Tensor]]) -> None:
+        """Restores a `state_dict`, which may have had other buckets; values that it lacks are not changed."""
+        momenta = [torch.zeros_like(flat) for flat in self._flats] if state["momentum"] else [None] * len(self._flats)
+        for flats, saved in ((self._flats, state["anchor"]), (momenta, state["momentum"])):
+            for name, view in self._by_name(flats).items():
+                view.copy_(saved.get(name, view))
+        for flat, momentum in zip(self._flats, momenta, strict=True):
+            if momentum is not None:
+                self._outer.state[flat]["momentum_buffer"] = momentum
+
+    def _by_name(self, flats: Iterable[Tensor | None]) -> dict[str, Tensor]:
+        return {
+            self._names[p]: view
+            for flat, bucket in zip(flats, self._buckets, strict=True)
+            if flat is not None
+            for p, view in zip(bucket, unflatten(flat, bucket), strict=True)
+        }

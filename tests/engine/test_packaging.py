@@ -7,7 +7,7 @@ import importlib.metadata
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -162,6 +162,31 @@ def test_no_import_comes_back_to_where_it_began():
     modules = {_module_name(path) for path in SOURCES}
     order = graphlib.TopologicalSorter({_module_name(path): run_first(path, modules) for path in SOURCES})
     assert set(order.static_order()) == modules  # a CycleError names the circle
+
+
+def test_no_file_imports_another_that_imports_it_not_even_in_a_function():
+    # Two files of which each needs the other are one idea, or one of them has something that belongs below both.
+    modules = {_module_name(path) for path in SOURCES}
+    named = {_module_name(path): set(map(_module_of(modules), _at_run_time(path))) - {None} for path in SOURCES}
+    order = graphlib.TopologicalSorter({name: used - {name} for name, used in named.items()})
+    assert set(order.static_order()) == modules  # a CycleError names the circle
+
+
+def _at_run_time(path: Path) -> set[str]:
+    tree = ast.parse(path.read_text())
+    later = {name for node in tree.body if _is_for_types(node) for name, _ in imports_of(node, path)}
+    return {name for name, _ in imports_of(tree, path)} - later
+
+
+def _module_of(modules: set[str]) -> Callable[[str], str | None]:
+    """A function that finds the file which an imported name is in."""
+
+    def find(name: str) -> str | None:
+        while name not in modules and "." in name:
+            name = name.rpartition(".")[0]
+        return name if name in modules else None
+
+    return find
 
 
 def test_nobody_outside_of_the_strategies_looks_at_a_strategys_class_or_tries_its_attributes():

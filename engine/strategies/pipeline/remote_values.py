@@ -24,8 +24,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..._compat.torch import TorchDispatchMode
-from .autocast import autocast_form
+from ..._compat.torch import FakeTensor, FakeTensorMode, TorchDispatchMode, tree_leaves
 from .calls import Calls
 
 __all__ = [
@@ -191,7 +190,7 @@ class RemoteValueMode(TorchFunctionMode):
         try:
             with torch.no_grad(), _Draws() as draws:  # a graph would keep the tensors alive
                 if torch.is_autocast_enabled(self._device.type):
-                    result = autocast_form(func, on_meta, without, self._device)
+                    result = _autocast_form(func, on_meta, without, self._device)
                 else:
                     result = func(*on_meta, **without)
         except NotImplementedError as error:
@@ -317,3 +316,38 @@ def _moved(args: Any, kwargs: Any) -> Tensor:
     dtypes = [other for other in others if isinstance(other, torch.dtype)]
     dtypes += [other.dtype for other in others if isinstance(other, Tensor)]
     return tensor.to(dtypes[0]) if dtypes else tensor
+
+
+# --- dtypes of autocast
+# Gives values of other pipeline stages the dtypes that autocast would give them.
+#
+# Autocast ignores tensors on the meta device. So an operation on them returns another dtype than on real tensors, or
+# fails, since its arguments have different dtypes. torch's fake tensors have no content either, but a real device.
+
+
+def _autocast_form(func: Callable[..., Any], args: Any, kwargs: Any, device: torch.device) -> Any:
+    """Returns the result of an operation on meta tensors, in the dtypes that autocast gives on `device`.
+
+    If autocast changes nothing, the operation runs without it, so that a view stays a view of an argument.
+    """
+    mode = FakeTensorMode()
+
+    def fake(tensor: Tensor) -> Tensor:
+        copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        return FakeTensor(mode, copy, device) if tensor.is_meta else tensor
+
+    with mode:
+        cast = func(*apply_to_collection(args, Tensor, fake), **apply_to_collection(kwargs, Tensor, fake))
+    try:
+        result = func(*args, **kwargs)
+    except RuntimeError:  # its arguments have different dtypes
+        result = None
+    if _dtypes(result) == _dtypes(cast):
+        return result
+    return apply_to_collection(
+        cast, Tensor, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
+    )
+
+
+def _dtypes(result: Any) -> list[torch.dtype]:
+    return [leaf.dtype for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]

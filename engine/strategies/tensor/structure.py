@@ -7,6 +7,7 @@ one backward for each MLP and each attention. Other layers stay replicated: ever
 """
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 
 from torch import nn
@@ -16,7 +17,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from .embeddings import EmbeddingParallel
 from .experts import Experts, find_experts
 from .styles import FusedColwise, ParallelRegion, PlainRowwise, VocabParallel
-from .ties import conflicting_ties
 
 __all__ = ["Entry", "PlanOptions", "Skipped", "derive_entries", "num_split_elements"]
 
@@ -124,7 +124,7 @@ def derive_entries(module: nn.Module, options: PlanOptions) -> tuple[tuple[Entry
 
 def _without_conflicts(module: nn.Module, entries: list[Entry], skipped: Skipped) -> list[Entry]:
     """Drops entries that would split only one of two layers with a common parameter."""
-    while conflicts := conflicting_ties(module, {name: s for entry in entries for name, s in entry.styles.items()}):
+    while conflicts := _conflicting_ties(module, {name: s for entry in entries for name, s in entry.styles.items()}):
         kept = []
         for entry in entries:
             inside = tuple(f"{name}." for name in entry.styles)
@@ -366,3 +366,44 @@ def _has_weight(layer: nn.Module) -> bool:
 def _has_tensors(module: nn.Module) -> bool:
     tables = (module._parameters, module._buffers)
     return any(tensor is not None for table in tables for tensor in table.values())
+
+
+# --- tied weights
+# Checks that layers with a common parameter (tied weights) are split in the same way, or not at all.
+
+
+def _conflicting_ties(module: nn.Module, styles: Mapping[str, ParallelStyle]) -> dict[str, str]:
+    """Returns the layers that share a parameter with a layer which `styles` splits in another way.
+
+    Args:
+        module: the whole module.
+        styles: the style of each split sub-module, by its name.
+
+    Returns:
+        Maps the name of such a layer to the name of the other one.
+    """
+    regions = tuple(f"{name}." for name, style in styles.items() if isinstance(style, ParallelRegion))
+    holders: dict[nn.Parameter, dict[str, str]] = defaultdict(dict)
+    for name, submodule in module.named_modules():
+        for key, parameter in submodule._parameters.items():
+            if parameter is not None:
+                inside = f"{name}.".startswith(regions)
+                holders[parameter][name] = _cut(styles.get(name), submodule, key, inside)
+    conflicts = {}
+    for cuts in holders.values():
+        for name, cut in cuts.items():
+            other = next((other_name for other_name in cuts if cuts[other_name] != cut), None)
+            if other is not None:
+                conflicts[name] = other
+    return conflicts
+
+
+def _cut(style: ParallelStyle | None, submodule: nn.Module, key: str, is_in_region: bool) -> str:
+    """Returns a word for how a style splits a parameter: the same word for parameters that are split alike."""
+    if style is None or isinstance(style, ParallelRegion):
+        return "replica" if is_in_region else "whole"
+    if isinstance(style, FusedColwise):
+        return f"{style.num_parts} parts" if key == "weight" or style.cuts_bias else "replica"
+    if isinstance(style, RowwiseParallel) == isinstance(submodule, nn.Embedding):  # the rows of a table are its entries
+        return "by dim 0"
+    return "by dim 1" if key == "weight" else "replica"
