@@ -111,7 +111,9 @@ def checks_arguments(init: Callable[_P, None]) -> Callable[_P, None]:
             shown = ", ".join(_shorten(value) for value in args[1:])
             raise ArgumentError(f"{cls} takes its arguments by name, but got {shown} without one: write {EXAMPLE}.")
         unexpected = f"{cls}.__init__() got an unexpected keyword argument"  # in the words of Python
-        unknown = [f"{unexpected} {name!r}.{did_you_mean(name, names)}" for name in flags if name not in names]
+        unknown = [
+            f"{unexpected} {name!r}.{did_you_mean(name, names, kind='argument')}" for name in flags if name not in names
+        ]
         if unknown:
             raise ArgumentError("\n".join(unknown[:3]))
         with refusing():

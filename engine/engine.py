@@ -26,6 +26,7 @@ from . import verify as verification
 from .argument_checks import checks_arguments
 from .arguments import Arguments, Duration, Plugin, with_arguments_of
 from .checkpoint import get_random_state, set_random_state
+from .checkpoint.export import check_target
 from .checkpoint.export import export as write_export
 from .choices import (
     AcceleratorName,
@@ -399,6 +400,7 @@ class Engine(TrainerBase):
         choose("ending", os.path.splitext(path)[1], {".safetensors": None, ".pt": None})
         if self.model is None:
             raise RefusedError("export has no weights to write: call fit, validate, test or predict first.")
+        self.on_rank_zero(lambda: check_target(os.fspath(path), overwrite=overwrite))
         folder, name = os.path.split(os.fspath(path))
         shards = os.path.join(folder, f".exporting-{name}")
         self.save_checkpoint(shards, weights_only=True)

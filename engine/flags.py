@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Literal, TypeVar
 
 from .choices import Axis
+from .synonyms import meaning
 
 __all__ = [
     "LAUNCHERS",
@@ -121,11 +122,18 @@ def choose(kind: str, text: str, allowed: Collection[str]) -> str:
     if isinstance(text, str) and text in allowed:
         return text
     by_lower = {name.lower(): name for name in allowed}
-    hint = did_you_mean(str(text).lower(), by_lower, lambda name: repr(by_lower[name]), cutoff=0.5)
+    hint = did_you_mean(str(text).lower(), by_lower, lambda name: repr(by_lower[name]), cutoff=0.5, kind=kind)
     raise ValueError(f"unknown {kind} {text!r}.{hint} Allowed: {', '.join(sorted(allowed)) or 'none'}.")
 
 
-def did_you_mean(text: str, allowed: Iterable[str], shown: Callable[[str], str] = repr, *, cutoff: float = 0.6) -> str:
+def did_you_mean(
+    text: str,
+    allowed: Iterable[str],
+    shown: Callable[[str], str] = repr,
+    *,
+    cutoff: float = 0.6,
+    kind: str = "",
+) -> str:
     """Returns a hint to append to an error: a space and "Did you mean ...?"; empty if none of `allowed` is similar.
 
     Args:
@@ -133,7 +141,11 @@ def did_you_mean(text: str, allowed: Iterable[str], shown: Callable[[str], str] 
         allowed: the valid names.
         shown: formats the closest one.
         cutoff: least similarity, from 0 to 1.
+        kind: of `synonyms.meaning`: a word of another tool is answered with ours, however it is spelled.
     """
+    meant = meaning(kind, text)
+    if meant is not None:
+        return f" Did you mean {meant}?"
     near = difflib.get_close_matches(text, list(allowed), n=1, cutoff=cutoff)
     return f" Did you mean {shown(near[0])}?" if near else ""
 

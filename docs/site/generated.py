@@ -19,4 +19,6 @@ def files() -> dict[Path, str]:
         "readme": strategies.draw_overview(),
     }
     made = {DOCS / "pictures" / f"{name}.svg": drawing.svg() for name, drawing in pictures.items()}
+    coming_from = DOCS / "coming-from.md"
+    made |= {coming_from: reference.with_names_of_other_tools(coming_from.read_text())}
     return made | {DOCS / "reference" / name: text for name, text in reference.pages().items()}

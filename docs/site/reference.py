@@ -12,9 +12,15 @@ from polyphase.engine import Engine
 from polyphase.engine.cli.strategies import default_of, field_docs
 from polyphase.engine.compression.registry import ROWS as HOOKS
 from polyphase.engine.strategies.registry import STRATEGIES
+from polyphase.engine.synonyms import ARGUMENTS, VALUES, as_flag
 
 _MADE = "<!-- Made from the code by `make pictures`. -->\n\n"
 
+_OTHERS = f"""## Names of other tools
+
+{_MADE}Each of these names in `Engine(...)`, in the command or in its YAML files is an error that says what to write.
+
+"""
 _FLAGS = f"""# Flags
 
 {_MADE}Each flag is an argument of `Engine` and of `fit`, and an option of the command: `global_batch_size=256` in
@@ -35,6 +41,27 @@ _OPTIONS = f"""# Options of strategies and compressions
 def pages() -> dict[str, str]:
     """Texts by the name of the file under ``docs/reference``."""
     return {"flags.md": _FLAGS + "\n".join(_flags()) + "\n", "options.md": _OPTIONS + "\n".join(_all_options()) + "\n"}
+
+
+# --- names of other tools
+
+
+def with_names_of_other_tools(page: str) -> str:
+    """The page "coming from", whose last section is made from the table of synonyms."""
+    return page.partition(_OTHERS)[0] + _OTHERS + "\n".join(_names_of_other_tools())
+
+
+def _names_of_other_tools() -> Iterator[str]:
+    for tool, words in ARGUMENTS.items():
+        yield f"| {tool} | `Engine` | the command |\n|---|---|---|"
+        for word, target in words.items():
+            flag = as_flag(target)
+            yield f"| `{word}` | `{target}` | {f'`{flag}`' if flag.startswith('--') else ''} |"
+        yield ""
+    for kind, values in VALUES.items():
+        yield f"| `{kind}` elsewhere | here |\n|---|---|"
+        yield from (f"| `{word}` | `{target}` |" for word, target in values.items())
+        yield ""
 
 
 # --- flags

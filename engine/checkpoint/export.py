@@ -24,7 +24,7 @@ from .single_file import OURS
 from .state_tree import NAMES, mapped, to_lightning
 from .whole import whole_checkpoint
 
-__all__ = ["export"]
+__all__ = ["check_target", "export"]
 
 _NOT_WEIGHTS = ("optimizer_states", "lr_schedulers", "loops", "callbacks")
 
@@ -46,11 +46,7 @@ def export(path: str, to: str, *, overwrite: bool = False, weights_only: bool = 
         ValueError: the extension is unknown, or the file exists already.
     """
     suffix = choose("ending", os.path.splitext(to)[1], SUFFIXES)
-    fs, target = resolve(to)
-    if fs.isdir(target):
-        raise ValueError(f"{to} is a folder: give the name of a file.")
-    if fs.exists(target) and not overwrite:
-        raise ValueError(f"{to} is there already: give another name, or --overwrite to replace it.")
+    fs, target = check_target(to, overwrite=overwrite)
     if suffix == ".ckpt":
         content = to_lightning(_load(path, weights_only))
         # The same place as in the engine's own files.
@@ -65,6 +61,20 @@ def export(path: str, to: str, *, overwrite: bool = False, weights_only: bool = 
     save = _save_weights if suffix == ".safetensors" else _save
     _write(fs, target, lambda name: save(weights, name))
     return [name for name in content["state_dict"] if name not in weights]
+
+
+def check_target(to: str, *, overwrite: bool) -> tuple[AbstractFileSystem, str]:
+    """Returns the file system and path of the file to write.
+
+    Raises:
+        ValueError: it is a folder, or exists already.
+    """
+    fs, target = resolve(to)
+    if fs.isdir(target):
+        raise ValueError(f"{to} is a folder: give the name of a file.")
+    if fs.exists(target) and not overwrite:
+        raise ValueError(f"{to} is there already: give another name, or overwrite=True (--overwrite) to replace it.")
+    return fs, target
 
 
 def _load(path: str, weights_only: bool, leave_out: tuple[str, ...] = ()) -> dict[str, Any]:

@@ -114,7 +114,7 @@ def _check_name(command: str, name: str, written: str, flags: dict[str, FlagRow]
     spelled = written.removeprefix("--").removesuffix("+")
     first, _, behind = spelled.partition(".")
     hint = did_you_mean(first, _OPEN, lambda near: f"--{near}.{behind}") if dot else ""  # --modle.lr
-    hint = hint or did_you_mean(spelled, shown, shown.__getitem__)
+    hint = hint or did_you_mean(spelled, shown, shown.__getitem__, kind="flag")
     raise UsageError(f"{command} has no flag {written}.{hint}\nAll flags: polyphase {command} --help-all")
 
 
@@ -318,14 +318,15 @@ def _check_key(command: str, path: str, key: str) -> None:
         return
     if any(key == row.name for row in ENGINE_FLAGS):
         raise UsageError(f"{path}: {key} belongs under trainer: write trainer: and, indented below it, {key}: ...")
-    raise UsageError(f"{path}: unknown key {key!r}.{did_you_mean(key, allowed)} Allowed: {', '.join(sorted(allowed))}.")
+    hint = did_you_mean(key, allowed, kind="argument")
+    raise UsageError(f"{path}: unknown key {key!r}.{hint} Allowed: {', '.join(sorted(allowed))}.")
 
 
 def _check_trainer(path: str, flags: dict[Any, Any]) -> None:
     rows = {row.name: row for row in ENGINE_FLAGS}
     for key, value in flags.items():
         if key not in rows:
-            hint = did_you_mean(str(key), rows, lambda near: f"trainer.{near}")
+            hint = did_you_mean(str(key), rows, lambda near: f"trainer.{near}", kind="argument")
             raise UsageError(f"{path}: unknown key 'trainer.{key}'.{hint}\nAll keys: polyphase fit --help-all")
         _check_plain(rows[key], value, f"{path}: trainer.{key}")
 

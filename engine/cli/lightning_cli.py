@@ -179,7 +179,7 @@ def _unknown_flag(command: str, message: str, flag: str) -> str:
     if match is None:
         return ""
     names = [row.name for row in flags_of(command)]
-    hint = did_you_mean(match[1], names, lambda near: f"--{near}")
+    hint = did_you_mean(match[1], names, lambda near: f"--{near}", kind="flag")
     return f"{command} has no flag --{match[1]}.{hint}\nAll flags: polyphase {command} --help-all"
 
 
@@ -188,7 +188,8 @@ def _unknown_key(command: str, message: str, flag: str) -> str:
     if match is None:
         return ""
     names = {row.name: row.name for row in flags_of(command)} | {f"trainer.{r.name}": r.name for r in ENGINE_FLAGS}
-    return f"unknown key {match[1]!r}.{did_you_mean(match[1], names)}\nAll keys: polyphase {command} --help-all"
+    hint = did_you_mean(match[1], names, kind="argument")
+    return f"unknown key {match[1]!r}.{hint}\nAll keys: polyphase {command} --help-all"
 
 
 def _missing(command: str, message: str, flag: str) -> str:

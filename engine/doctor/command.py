@@ -4,19 +4,20 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
 
-from ..environment import num_launched
 from ..flags import choose
-from .cluster import check_cluster
 from .compare import compare_command
-from .host import Check, check_host
 from .page import page
 from .records import Run, newest, read_run
 from .trial import main as fit_command
 from .verdict import judge, show
+
+if TYPE_CHECKING:
+    from .host import Check
 
 __all__ = ["main"]
 
@@ -98,6 +99,11 @@ def _host(words: Sequence[str]) -> int:
     except ValueError as error:
         print(f"polyphase: error: {error}", file=sys.stderr)
         return 2
+    # Imported here: both import torch, which a look at a run's records has no use for.
+    from ..environment import num_launched
+    from .cluster import check_cluster
+    from .host import check_host
+
     checks = check_host(*folders or ".") if num_launched() == 1 else check_cluster(*folders or ".")
     if not checks:
         return 0  # rank 0 says it
@@ -108,7 +114,7 @@ def _host(words: Sequence[str]) -> int:
     return int(any(check.status == "fail" for check in checks))
 
 
-def show_host(checks: Sequence[Check], console: Console) -> None:
+def show_host(checks: Sequence["Check"], console: Console) -> None:
     """Prints a line and a remedy for each check."""
     width = max(len(check.name) for check in checks)
     colors = {"ok": "green", "warn": "yellow", "fail": "bold red"}

@@ -392,7 +392,7 @@ class _WorkerLauncher(_MultiProcessingLauncher):
             _take_shapes(trainer.lightning_module, worker_output.extra["shapes"])
         super()._recover_results_in_main_process(worker_output, trainer)
 
-    # Lightning: _MultiProcessingLauncher.get_extra_results, which returns only the metrics.
+    # Lightning: _MultiProcessingLauncher.get_extra_results, which returns only the metrics of callbacks.
     def get_extra_results(self, trainer: Trainer) -> dict[str, Any]:
         progress = {name: tracker.state_dict() for name, tracker in _progress(trainer).items()}
         score = getattr(trainer.checkpoint_callback, "best_model_score", None)
@@ -403,11 +403,17 @@ class _WorkerLauncher(_MultiProcessingLauncher):
             "num_logged_steps": trainer.fit_loop.epoch_loop._batches_that_stepped,
             "best_model_score": score,
             "engine_state": self._engine_state,
+            "logged_metrics": _Stored({name: value.cpu() for name, value in trainer.logged_metrics.items()}),
+            "progress_bar_metrics": trainer.progress_bar_metrics,
             "shapes": self._shapes,
         }
 
     def update_main_process_results(self, trainer: Trainer, extra: dict[str, Any]) -> None:
+        connector = trainer._logger_connector
+        connector.reset_metrics()  # as each run of one process does: none of an earlier run is left
         super().update_main_process_results(trainer, extra)
+        connector.logged_metrics.update(extra["logged_metrics"].take())
+        connector._progress_bar_metrics = extra["progress_bar_metrics"]
         for name, tracker in _progress(trainer).items():
             tracker.load_state_dict(extra["progress"][name])
         # Lightning: the step under which loggers get values.

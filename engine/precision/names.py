@@ -34,5 +34,5 @@ def canonical_precision(flag: Any) -> str:
         return name
     # The message begins like Lightning's.
     names = sorted([*PRECISIONS, *TRANSFORMER_ENGINE])
-    near = did_you_mean(name.lower(), names, cutoff=0.5)
+    near = did_you_mean(name.lower(), names, cutoff=0.5, kind="precision")
     raise ValueError(f"Precision {flag!r} is invalid.{near} Allowed: {', '.join(names)}.")

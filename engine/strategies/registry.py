@@ -246,7 +246,9 @@ def check_strategy(text: str) -> None:
     if row is None or (row.make is None and launcher):
         names = sorted({"auto", *STRATEGIES, *plugin_names(STRATEGY_GROUP)})
         launched = [f"{n}_{s}" for n, r in STRATEGIES.items() if r.make is not None for s in LAUNCHERS if s]
-        hint = did_you_mean(name if row is not None else flag.name.lower(), [*names, *launched], cutoff=0.5)
+        hint = did_you_mean(
+            name if row is not None else flag.name.lower(), [*names, *launched], cutoff=0.5, kind="strategy"
+        )
         suffixes = ", ".join(f"_{suffix}" for suffix in LAUNCHERS if suffix)
         raise ValueError(
             f"unknown strategy {flag.name!r}.{hint} Allowed: {', '.join(names)}; a suffix {suffixes} starts workers."

@@ -5,6 +5,7 @@ import functools
 import numbers
 import os
 import re
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -189,6 +190,9 @@ def _known(flag: Flag) -> str:
     """Returns the name if Lightning's registry has it."""
     if flag.name != "auto" and flag.name not in StrategyRegistry.available_strategies():
         raise ValueError(_unknown_strategy(flag.name))
+    if flag.name.startswith("deepspeed") and find_spec("deepspeed") is None:
+        hint = did_you_mean(flag.name, (), kind="strategy")
+        raise ValueError(f"strategy {flag.name!r} needs the package deepspeed: pip install deepspeed.{hint}")
     if flag.value or flag.options:
         raise ValueError(f"strategy {flag.name!r} is Lightning's own and takes no options by flag: pass its object.")
     return flag.name
@@ -200,7 +204,7 @@ def _unknown_strategy(flag: str) -> str:
     with_launcher = [name for name, row in STRATEGIES.items() if row.make]
     every = [*alone, *with_launcher, *(name + suffix for name in with_launcher for suffix in suffixes)]
     name, _ = split_launcher(flag.lower())
-    near = did_you_mean(name if name in alone else flag.lower(), every, cutoff=0.5)
+    near = did_you_mean(name if name in alone else flag.lower(), every, cutoff=0.5, kind="strategy")
     return (
         f"unknown strategy {flag!r}.{near} Allowed: {', '.join(sorted([*alone, *with_launcher]))}; all but"
         f" {', '.join(sorted(alone))} also with {', '.join(suffixes[:-1])} or {suffixes[-1]}, as in ddp_spawn."

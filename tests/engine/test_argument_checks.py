@@ -45,7 +45,7 @@ def test_several_names_are_said_one_a_line():
     with pytest.raises(ArgumentError) as refused:
         Engine(gpus=2, max_epoch=3)
     assert str(refused.value).splitlines() == [
-        "Engine.__init__() got an unexpected keyword argument 'gpus'.",
+        "Engine.__init__() got an unexpected keyword argument 'gpus'. Did you mean 'devices'?",
         "Engine.__init__() got an unexpected keyword argument 'max_epoch'. Did you mean 'max_epochs'?",
     ]
 

@@ -182,7 +182,7 @@ def test_export_writes_one_file(ckpt, folder, tmp_path, suffix):
     assert same(found, content(10)["state_dict"])
     status, _, error = ckpt("export", folder / "last", "--to", to)
     assert status == 2
-    assert f"{to} is there already: give another name, or --overwrite to replace it." in error
+    assert f"{to} is there already: give another name, or overwrite=True (--overwrite) to replace it." in error
     assert ckpt("export", folder / "step=1", "--to", to, "--overwrite")[0] == 0
 
 

@@ -126,7 +126,7 @@ def test_a_damaged_one_is_not_exported(tmp_path, suffix):
 def test_a_file_is_replaced_only_if_that_is_wanted(tmp_path):
     path, to = save(tmp_path / "x"), tmp_path / "out.ckpt"
     to.write_text("mine")
-    with pytest.raises(ValueError, match=r"out\.ckpt is there already: give another name, or --overwrite"):
+    with pytest.raises(ValueError, match=r"out\.ckpt is there already: give another name, or overwrite=True"):
         export(path, str(to))
     assert to.read_text() == "mine"
     export(path, str(to), overwrite=True)

@@ -168,6 +168,7 @@ for words in {cases!r}:
 def test_none_of_it_needs_torch():
     Path("snapshots").mkdir()
     right = [[], ["--help"], ["--version"], ["strategies"], ["strategies", "hsdp"], ["strategies", "int8"], ["init"]]
+    right += [["ckpt", "verify", "nothing"], ["doctor", "nothing"], ["doctor", "--compare", "nothing", "nothing"]]
     right += [["ckpt"], ["ckpt", "list", "snapshots"], ["ckpt", "export", "--help"], ["launch"], ["init", "new"]]
     right += [[name, "--help"] for name in COMMANDS] + [[*FIT, "--help"], ["--print_shtab", "bash"]]
     code = WITHOUT_TORCH.format(cases=[*right, *(words for words, _ in MISTAKES)])

@@ -208,3 +208,29 @@ def test_a_process_that_has_used_a_device_is_not_forked(is_used):
         return
     with pytest.raises(RuntimeError, match=r"(?s)'ddp_notebook' forks .* has used torch\.cuda; .* restart the kernel"):
         check_forks("ddp_notebook", modules)
+
+
+class Logs(Validated):
+    def training_step(self, batch, batch_idx):
+        self.log("loss", 1.0, prog_bar=True, sync_dist=True)
+        return super().training_step(batch, batch_idx)
+
+    def predict_step(self, batch, batch_idx):
+        return batch
+
+
+def metrics_after_each_run(**flags):
+    trainer, module = Engine(max_steps=1, limit_val_batches=0, **flags, **QUIET), Logs()
+    found = []
+    for run in (trainer.fit, trainer.predict):
+        run(module, rows())
+        found.append((trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics))
+    return found
+
+
+@pytest.mark.usefixtures("warm_workers")
+@pytest.mark.parametrize("strategy", ["ddp_fork", "ddp_spawn"])
+def test_the_process_that_started_workers_has_the_metrics_of_the_last_run_alone(strategy):
+    expected = metrics_after_each_run(strategy="single", devices=1)
+    assert [len(metrics) for metrics in expected[0]] == [1, 1, 1]
+    assert metrics_after_each_run(strategy=strategy, devices=2) == expected

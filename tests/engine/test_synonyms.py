@@ -1,0 +1,54 @@
+"""Each word of another tool is answered with the flag of the engine, in Python and in the command."""
+
+import inspect
+import re
+
+import pytest
+
+from polyphase.engine import Engine
+from polyphase.engine.cli.check import UsageError, check
+from polyphase.engine.cli.flag_table import flags_of
+from polyphase.engine.strategies.registry import check_strategy
+from polyphase.engine.synonyms import ARGUMENTS, VALUES, as_flag
+
+WORDS = {word: target for words in ARGUMENTS.values() for word, target in words.items()}
+RUN = ["--model", "DigitsClassifier", "--data", "Digits"]
+
+
+def test_no_word_stands_twice_or_is_a_flag_itself():
+    assert len(WORDS) == sum(map(len, ARGUMENTS.values()))
+    assert not WORDS.keys() & inspect.signature(Engine).parameters.keys()
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_an_argument_of_another_tool_is_answered_with_ours(word):
+    target = WORDS[word]
+    with pytest.raises(TypeError, match=re.escape(f"{word!r}. Did you mean ")) as refused:
+        Engine(**{word: 1})
+    assert target in str(refused.value)
+    for written in (f"--{word}", f"--trainer.{word}", f"--{word.replace('_', '-')}"):
+        with pytest.raises(UsageError, match=re.escape(f"fit has no flag {written}. Did you mean {as_flag(target)}?")):
+            check("fit", [*RUN, written, "1"])
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_what_it_is_answered_with_is_right(word):
+    flag = as_flag(WORDS[word])
+    assert re.match(r"--|DataLoader\(|configure_optimizers\(\) |fit\(", flag)
+    if flag.startswith("--") and " " in flag:
+        check("fit", [*RUN, *flag.split()])
+    elif flag.startswith("--"):
+        assert flag.removeprefix("--") in {row.name for row in flags_of("fit")}
+
+
+@pytest.mark.parametrize(("flag", "word"), [(flag, word) for flag, words in VALUES.items() for word in words])
+def test_a_value_of_another_tool_is_answered_with_ours(flag, word):
+    ours = VALUES[flag][word]
+    check("fit", [*RUN, f"--{flag}", ours])
+    with pytest.raises(ValueError, match=re.escape(f"Did you mean {ours!r}?")):
+        Engine(**{flag: word}, accelerator="cpu", logger=False)
+    if word.startswith("deepspeed"):
+        check_strategy(word)  # Lightning's own, where the package is installed
+        return
+    with pytest.raises(UsageError, match=re.escape(f"Did you mean {ours!r}?")):
+        check("fit", [*RUN, f"--{flag}", word.upper()])
