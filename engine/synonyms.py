@@ -1,4 +1,4 @@
-"""What other tools call the flags: the hints of errors, and the tables of the page "coming from"."""
+"""The names of other tools for our flags: the hints of errors, and the tables of the page "coming from"."""
 
 import re
 from collections.abc import Mapping
@@ -89,7 +89,7 @@ ARGUMENTS: Mapping[str, Mapping[str, str]] = {
         "device_train_microbatch_size": "micro_batch_size",
     },
 }
-"""By tool and argument: the argument of `Engine`, with its value where the tool has another, or what to write."""
+"""Tool -> argument -> the argument of `Engine`, with its value where the tool has another, or what to write."""
 
 VALUES: Mapping[str, Mapping[str, str]] = {
     "precision": {
@@ -140,7 +140,7 @@ VALUES: Mapping[str, Mapping[str, str]] = {
         "zero3": "fsdp",
     },
 }
-"""By flag and value of other tools, in lower case: ours."""
+"""Flag -> value of other tools, in lower case -> ours."""
 
 _ARGUMENTS = {word: target for words in ARGUMENTS.values() for word, target in words.items()}
 
