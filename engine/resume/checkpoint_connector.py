@@ -256,17 +256,17 @@ class CheckpointConnector(SavingConnector):  # Lightning: Trainer._checkpoint_co
             trainer.accumulate_grad_batches = matching_accumulation(asked, trainer.data_size, engine_state)
         trainer.fit_loop.epoch_loop.pending_batch_work = pending
         data_position, fit_loop = trainer._data_connector.data_position, trainer.fit_loop
-        fit_loop.loaders_made_in_epoch = engine_state.get("loaders_of_epoch")
+        fit_loop.loaders_made_in_epoch = engine_state["loaders_of_epoch"]
         fit_loop.resumes_between_epochs = engine_state["between_epochs"]
-        fit_loop.epoch_loop.val_loop.loaders_made_in_epoch = engine_state.get("validation_loaders_of_epoch")
+        fit_loop.epoch_loop.val_loop.loaders_made_in_epoch = engine_state["validation_loaders_of_epoch"]
         # A hook makes new loaders, without the state of the former ones; a loader that was passed to `fit` stays.
         are_new = engine_state["between_epochs"] and fit_loop.needs_new_loaders and fit_loop._data_source.is_module()
         states = [ranks[rank]["data"] for rank in with_samples(engine_state)]
         self.knows_data_position = data_position.load_state_dict(states, are_new=are_new)
         fit_loop.has_restored_position = True
-        self._restore_compression([rank["compression"] for rank in ranks], engine_state.get("layout", {}))
+        self._restore_compression([rank["compression"] for rank in ranks], engine_state["layout"])
         drawing, data_rank = with_samples(engine_state), trainer.data_rank
-        if engine_state.get("layout", {}) == self._layout:
+        if engine_state["layout"] == self._layout:
             self._random_state = ranks[trainer.global_rank]["random"]
         else:  # ranks that share samples have the same random state
             self._random_state = ranks[drawing[data_rank]]["random"] if data_rank < len(drawing) else None
@@ -454,7 +454,7 @@ def to_last_step(loops: dict[str, Any], engine_state: dict[str, Any]) -> Literal
     """
     progress = loops["epoch_loop.batch_progress"]
     pending: Literal["end", "nothing"] | None = "nothing" if engine_state["between_steps"] else None
-    if engine_state.get("cut_short"):
+    if engine_state["cut_short"]:
         for epochs in loops["epoch_progress"].values():
             epochs["processed"] = epochs["completed"] = epochs["started"] - 1
     if engine_state["between_epochs"]:
@@ -556,7 +556,7 @@ def _in_order_of(state: dict[str, Any], optimizer: Optimizer, names: list[str]) 
 
 def with_samples(engine_state: dict[str, Any]) -> range:
     """Returns the ranks of the saved run that had different samples; of ranks with the same samples, the first."""
-    layout = engine_state.get("layout", {})
+    layout = engine_state["layout"]
     return range(0, engine_state["world_size"] // layout.get("pp", 1), layout.get("tp", 1))
 
 

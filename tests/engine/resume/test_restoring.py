@@ -1,12 +1,14 @@
 """What a checkpoint says, made to fit the run that opens it."""
 
+from typing import Any
+
 import pytest
 
 from polyphase.engine.resume.checkpoint_connector import matching_accumulation, to_last_step, with_samples
 
 
-def ours(world_size: int, per_rank: int, asked: int) -> dict[str, int]:
-    return {"world_size": world_size, "accumulate_grad_batches": per_rank, "accumulation_asked": asked}
+def ours(world_size: int, per_rank: int, asked: int) -> dict[str, Any]:
+    return {"world_size": world_size, "accumulate_grad_batches": per_rank, "accumulation_asked": asked, "layout": {}}
 
 
 @pytest.mark.parametrize(
@@ -59,6 +61,6 @@ def test_half_a_validation_is_done_again_and_a_batch_that_failed_was_tried(faile
     batches = {"total": counts(8, 8), "current": counts(4, 4), "is_last_batch": True}
     validation = {"total": counts(6 + failed, 6), "current": counts(2 + failed, 2), "is_last_batch": False}
     loops = {"epoch_loop.batch_progress": batches, "epoch_loop.val_loop.batch_progress": validation}
-    said = {"between_steps": True, "between_epochs": False, "batches": 4, "in_validation": True}
+    said = {"cut_short": False, "between_steps": True, "between_epochs": False, "batches": 4, "in_validation": True}
     assert to_last_step(loops, said) == "end"
     assert validation == {"total": counts(4 + failed, 4), "current": counts(0, 0), "is_last_batch": False}
