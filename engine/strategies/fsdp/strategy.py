@@ -12,6 +12,7 @@ happens once per accumulation window.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -54,7 +55,6 @@ from .comm import (
 )
 from .handed_arguments import hand_over_arguments
 from .kept_whole import KeptWhole, kept_whole, refuse_fused
-from .overlap import overlap_more
 from .rounded_gather import gather_rounded
 from .second_backward import SecondBackward
 from .shard_checks import check_callbacks, check_loss, check_tensor_parallel, explained
@@ -311,7 +311,7 @@ class FSDP(UnitSteps):
         if self.options.rank0_init:
             share_random_state()  # the random state of a run in one process, which has drawn the weights
         if self._shards and self.options.extra_overlap:
-            overlap_more(model, [unit.module for unit in plan], self._timeout or default_pg_timeout)
+            _overlap_more(model, [unit.module for unit in plan], self._timeout or default_pg_timeout)
         self._wrap_steps(model, hooks_before)
 
     def _planned(self, model: nn.Module, *, by_hand: bool) -> list[Unit]:
@@ -414,3 +414,33 @@ class FSDP(UnitSteps):
             self._synchronises = True
             for average in averages:
                 average.is_held = False
+
+
+# --- more overlap
+# `extra_overlap=true`: for networks on which a unit takes longer to send than to compute.
+#
+# By default FSDP2 gathers the next unit early only if the host is ahead of the device, and its gathers and reductions
+# share one connection.
+
+
+_NUM_BUFFERS = 2
+
+
+def _overlap_more(model: nn.Module, units: Sequence[nn.Module], timeout: timedelta) -> None:
+    """Makes each unit gather the next one before it computes, and reductions use connections of their own.
+
+    Args:
+        model: sharded by `fully_shard`, as its units are; all ranks call it.
+        units: in the order in which they run, without the rest of the model.
+        timeout: timeout of collectives over these connections.
+    """
+    assert isinstance(model, FSDPModule)
+    parts: list[Any] = [model, *units]
+    for part, following in itertools.pairwise(parts):
+        part.set_modules_to_forward_prefetch([following])
+    model.set_separate_reduce_scatter_group()
+    model.set_reduce_scatter_max_input_buffers(_NUM_BUFFERS)
+    for part in parts:
+        # torch: FSDPState._fsdp_param_groups, FSDPMeshInfo.reduce_scatter_process_group, which has a timeout of its own
+        for group in part._get_fsdp_state()._fsdp_param_groups:
+            group.mesh_info.reduce_scatter_process_group.set_timeout(timeout)
