@@ -3,11 +3,11 @@
 import dataclasses
 from typing import Any
 
-__all__ = ["BarState", "StockBars", "num_train_batches"]
+__all__ = ["StockBars", "num_train_batches"]
 
 
 @dataclasses.dataclass(frozen=True)
-class BarState:
+class _BarState:
     """The progress of a stage, with tqdm's attribute names."""
 
     desc: str
@@ -33,30 +33,30 @@ class StockBars:
     trainer: Any
 
     @property
-    def train_progress_bar(self) -> BarState:
+    def train_progress_bar(self) -> _BarState:
         """The progress of the latest training epoch, which may have ended."""
         done = self.trainer.fit_loop.epoch_loop.batch_progress.current.ready
-        return BarState("Epoch", done, num_train_batches(self.trainer, done))
+        return _BarState("Epoch", done, num_train_batches(self.trainer, done))
 
     @property
-    def val_progress_bar(self) -> BarState:
+    def val_progress_bar(self) -> _BarState:
         """The progress of the latest validation: of `validate` if that was called last, otherwise of `fit`."""
         trainer = self.trainer
         is_alone = trainer.state.fn == "validate"
         loop = trainer.validate_loop if is_alone else trainer.fit_loop.epoch_loop.val_loop
-        return BarState("Validation", loop.batch_progress.current.ready, _total(loop.max_batches))
+        return _BarState("Validation", loop.batch_progress.current.ready, _total(loop.max_batches))
 
     @property
-    def test_progress_bar(self) -> BarState:
+    def test_progress_bar(self) -> _BarState:
         """The progress of the latest test, which may have ended."""
         loop = self.trainer.test_loop
-        return BarState("Testing", loop.batch_progress.current.ready, _total(loop.max_batches))
+        return _BarState("Testing", loop.batch_progress.current.ready, _total(loop.max_batches))
 
     @property
-    def predict_progress_bar(self) -> BarState:
+    def predict_progress_bar(self) -> _BarState:
         """The progress of the latest prediction, which may have ended."""
         loop = self.trainer.predict_loop
-        return BarState("Predicting", loop.batch_progress.current.ready, _total(loop.max_batches))
+        return _BarState("Predicting", loop.batch_progress.current.ready, _total(loop.max_batches))
 
 
 def num_train_batches(trainer: Any, done: int) -> float:

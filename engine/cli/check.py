@@ -18,7 +18,7 @@ from . import classes
 from .class_names import check_argument, check_class_name
 from .flag_table import COMMANDS, ENGINE_FLAGS, FlagRow, flags_of
 
-__all__ = ["KINDS", "UsageError", "Word", "check", "check_value", "split"]
+__all__ = ["KINDS", "UsageError", "check", "check_value", "split"]
 
 _NOTHING = {"null", "none", "~", ""}
 _SWITCHES = {"true", "false", "yes", "no", "on", "off", "y", "n"}
@@ -33,7 +33,7 @@ class UsageError(ValueError):
     """The command line is invalid; the message has at most three lines and names the flag."""
 
 
-class Word(NamedTuple):
+class _Word(NamedTuple):
     """A flag with its value."""
 
     name: str
@@ -72,7 +72,7 @@ def check(command: str, words: Sequence[str]) -> None:
         raise UsageError(f"{command} needs a model: {_models_there()}")
 
 
-def split(command: str, words: Sequence[str]) -> Iterator[Word]:
+def split(command: str, words: Sequence[str]) -> Iterator[_Word]:
     """Splits a command line into flags and values.
 
     Raises:
@@ -98,7 +98,7 @@ def split(command: str, words: Sequence[str]) -> Iterator[Word]:
             row = flags.get(name)
             example = row.example if row is not None else ""
             raise UsageError(f"{written} needs a value{f', such as {written} {example}' if example else ''}.")
-        yield Word(name, value if equals else None, written)
+        yield _Word(name, value if equals else None, written)
 
 
 def _is_flag(word: str) -> bool:
@@ -118,7 +118,7 @@ def _check_name(command: str, name: str, written: str, flags: dict[str, FlagRow]
     raise UsageError(f"{command} has no flag {written}.{hint}\nAll flags: polyphase {command} --help-all")
 
 
-def _check_argument(word: Word, chosen: dict[str, str]) -> None:
+def _check_argument(word: _Word, chosen: dict[str, str]) -> None:
     """Checks ``--model.lr 0.1``, whose class was given by ``--model`` before."""
     head, _, key = word.name.partition(".")
     if re.fullmatch(_CLASS, chosen.get(head, "")):
@@ -128,7 +128,7 @@ def _check_argument(word: Word, chosen: dict[str, str]) -> None:
             raise UsageError(f"{word.written}: {error}") from None
 
 
-def _needed(row: FlagRow, word: Word) -> str:
+def _needed(row: FlagRow, word: _Word) -> str:
     assert word.value is not None or row.kind == "bare", word
     return word.value or ""
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-__all__ = ["Source", "class_arguments", "find_module", "kind_of", "models_of", "own_classes", "read"]
+__all__ = ["class_arguments", "find_module", "kind_of", "models_of", "own_classes", "read"]
 
 _BASES = {"LightningModule": "model", "LightningDataModule": "data"}
 _MOST_FILES = 200
@@ -18,7 +18,7 @@ _SKIPPED = {"build", "dist", "node_modules", "site-packages", "tests", "test", "
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
+class _Source:
     """The definitions at the top level of a Python file."""
 
     path: str
@@ -32,7 +32,7 @@ class Source:
 
 
 @functools.lru_cache(maxsize=256)
-def read(path: str) -> Source | None:
+def read(path: str) -> _Source | None:
     """Returns the file's definitions; None if it can't be read or is not Python."""
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -57,7 +57,7 @@ def read(path: str) -> Source | None:
             names.update((alias.asname or alias.name).partition(".")[0] for alias in node.names)
         else:
             names.update(n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
-    return Source(path, classes, imported, frozenset({*classes, *imported, *names}), is_open)
+    return _Source(path, classes, imported, frozenset({*classes, *imported, *names}), is_open)
 
 
 def _top_level(node: ast.AST) -> Iterator[ast.stmt]:
@@ -100,7 +100,7 @@ def _hooked(name: str) -> importlib.machinery.ModuleSpec | None:
         return importlib.machinery.ModuleSpec(name, None)
 
 
-def kind_of(name: str, source: Source, depth: int = 6) -> str | None:
+def kind_of(name: str, source: _Source, depth: int = 6) -> str | None:
     """Returns ``"model"`` or ``"data"`` for a class that derives from Lightning's; None if that is not visible."""
     if depth == 0:
         return None
@@ -115,7 +115,7 @@ def kind_of(name: str, source: Source, depth: int = 6) -> str | None:
     return kind_of(*origin, depth - 1) if origin else None
 
 
-def _origin(name: str, source: Source) -> tuple[str, Source] | None:
+def _origin(name: str, source: _Source) -> tuple[str, _Source] | None:
     """Returns the original name of an imported class and the file that defines it; None if that is not looked up."""
     module, _, original = source.imported.get(name, "").partition(":")
     if not module:
@@ -165,7 +165,7 @@ def own_classes(kind: str, folder: str | None = None) -> dict[str, str]:
     return paths
 
 
-def class_arguments(name: str, source: Source, depth: int = 6) -> dict[str, str] | None:
+def class_arguments(name: str, source: _Source, depth: int = 6) -> dict[str, str] | None:
     """Returns a constructor's arguments as ``name -> "type = default"``; None if not all of them are visible."""
     if depth == 0:
         return None

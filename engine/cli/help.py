@@ -7,7 +7,7 @@ from . import classes
 from .flag_table import COMMANDS, GROUPS, FlagRow, flags_of
 from .user_code import values_of
 
-__all__ = ["help_lines", "print_help"]
+__all__ = ["print_help"]
 
 WIDTH = 100
 _INDENT = 35
@@ -20,14 +20,14 @@ _EXAMPLES = {
 
 def print_help(command: str, words: Sequence[str]) -> None:
     """Prints the help of a command; with ``--model X`` among `words`, also the arguments of that class."""
-    for line in help_lines(command):
+    for line in _help_lines(command):
         print(line)
     for kind in ("model", "data"):
         for name in values_of(f"--{kind}", words):
             print("\n".join(_arguments(kind, name)))
 
 
-def help_lines(command: str) -> Iterator[str]:
+def _help_lines(command: str) -> Iterator[str]:
     """Yields the lines of ``polyphase COMMAND --help``."""
     yield f"usage: polyphase {command} --model CLASS [--data CLASS] [flags]"
     yield f"{command}: {COMMANDS[command]}."

@@ -8,7 +8,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-__all__ = ["import_classes", "own_frames", "values_of"]
+__all__ = ["import_classes", "values_of"]
 
 
 def import_classes(words: Sequence[str]) -> None:
@@ -32,12 +32,12 @@ def _import(flag: str, module: str) -> None:
     try:
         importlib.import_module(module)
     except Exception as error:
-        sys.stderr.write("".join(own_frames(error)))
+        sys.stderr.write("".join(_own_frames(error)))
         print(f"polyphase: error: {flag}: importing {module} failed, see above.", file=sys.stderr)
         sys.exit(1)
 
 
-def own_frames(error: BaseException) -> list[str]:
+def _own_frames(error: BaseException) -> list[str]:
     """Returns the lines of a traceback in the user's files, and its message."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_own(frame.filename)]
     return [

@@ -22,7 +22,7 @@ from .bucket import Bucket, accumulation_dtype
 from .counting_group import CountingGroup, aligned
 from .feedback import ErrorFeedbackHook
 
-__all__ = ["Int8", "Noise", "dequantize", "quantize"]
+__all__ = ["Int8", "Noise", "quantize"]
 
 _RUN = 2**20
 """Smallest number of values in a message. Under gloo, several messages use both directions of a slow link at once, and
@@ -126,7 +126,7 @@ class Int8(ErrorFeedbackHook):
             of_ranks = gather()
             for piece, packed in zip(pieces, of_ranks.split(self._num_bytes(pieces), dim=1), strict=True):
                 rows = piece.rows(run.gradients)
-                dequantize(packed, self.block, rows)
+                _dequantize(packed, self.block, rows)
                 piece.put(rows, run.gradients)
 
     def _pieces(self, run: Bucket, num_ranks: int) -> list[_Piece]:
@@ -204,7 +204,7 @@ def _quantize_blocks(blocks: Tensor, noise: Tensor, numbers: Tensor, packed_scal
     packed_scales.copy_(scales.view(torch.uint8))
 
 
-def dequantize(packed: Tensor, block: int, values: Tensor) -> None:
+def _dequantize(packed: Tensor, block: int, values: Tensor) -> None:
     """Reverses `quantize` up to the rounding; writes to `values` [rows, n]."""
     rows, n = values.shape
     values.copy_(packed[:, :n].view(torch.int8))

@@ -24,7 +24,6 @@ __all__ = [
     "OrderRecord",
     "PassHistory",
     "draws_at_once",
-    "generator_of",
     "is_same_state",
     "preserve_generators",
     "restore_sampler",
@@ -51,7 +50,7 @@ def draws_at_once(users: Any, sampler: Any) -> bool:
     return all(not inspect.isgeneratorfunction(type(source).__iter__) for source in (users, sampler))
 
 
-def generator_of(sampler: Any) -> torch.Generator | None:
+def _generator_of(sampler: Any) -> torch.Generator | None:
     """Returns the generator that the user gave to a sampler, or to the sampler of a batch sampler; None without one."""
     for owner in (sampler, getattr(sampler, "sampler", None)):
         if isinstance(generator := getattr(owner, "generator", None), torch.Generator):
@@ -68,7 +67,7 @@ def state_of(sampler: Any) -> Any:
     """Returns the `state_dict` of a sampler, or the state of its own generator; None without either."""
     if hasattr(sampler, "load_state_dict"):
         return sampler.state_dict()
-    generator = generator_of(sampler)
+    generator = _generator_of(sampler)
     return None if generator is None else generator.get_state()
 
 
@@ -80,7 +79,7 @@ def _set_state(sampler: Any, state: Any) -> None:
 
 
 def _set_generator(sampler: Any, state: Any) -> None:
-    generator = generator_of(sampler)
+    generator = _generator_of(sampler)
     if generator is not None and isinstance(state, torch.Tensor):
         generator.set_state(state)
 
@@ -91,7 +90,7 @@ def state_before(sampler: Any) -> dict[str, Any]:
 
 
 def _global_state(sampler: Any) -> dict[str, Any] | None:
-    if type(sampler) in _IN_ORDER or (_is_torchs(sampler) and generator_of(sampler) is not None):
+    if type(sampler) in _IN_ORDER or (_is_torchs(sampler) and _generator_of(sampler) is not None):
         return None
     if _is_torchs(sampler):
         return {"torch": torch.get_rng_state()}
@@ -138,7 +137,7 @@ def restore_sampler(sampler: Any, num_passes: int, state: Any) -> None:
         state: what `state_of` returned for the sampler after these passes.
     """
     has_state = (
-        generator_of(sampler) is not None or hasattr(sampler, "load_state_dict") or hasattr(sampler, "set_epoch")
+        _generator_of(sampler) is not None or hasattr(sampler, "load_state_dict") or hasattr(sampler, "set_epoch")
     )
     if num_passes and not has_state and type(sampler) not in _IN_ORDER and not _is_torchs(sampler):
         everything = get_random_state()

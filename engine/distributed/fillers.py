@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["among_fillers", "are_about", "is_here", "leave_out_fillers", "rows_of_samples"]
+__all__ = ["among_fillers", "is_here", "leave_out_fillers", "rows_of_samples"]
 
 _present: list[bool] = []
 """For each batch in progress that some rank has no sample of, whether this rank runs a filler. Not a context variable:
@@ -30,11 +30,6 @@ def among_fillers(*, is_filler: bool) -> Iterator[None]:
         yield
     finally:
         _present.pop()
-
-
-def are_about() -> bool:
-    """Whether some rank has no sample of the current batch."""
-    return bool(_present)
 
 
 def is_here() -> bool:

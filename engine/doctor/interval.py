@@ -7,12 +7,12 @@ from typing import Any
 
 from ..phases import PHASES
 
-__all__ = ["NUM_HOOKS", "SCHEMA", "Interval", "RankInfo", "slowest_hooks"]
+__all__ = ["SCHEMA", "Interval", "RankInfo", "slowest_hooks"]
 
 SCHEMA = 1
 _EXACT = ("grad_norm", "loss_scale", "checksum", "lr", "flops", "recomputed_flops")
 """Numbers that are not seconds and are not rounded."""
-NUM_HOOKS = 8
+_NUM_HOOKS = 8
 """Largest number of hooks named in a line, slowest first; the rest is summed as "others"."""
 
 
@@ -250,10 +250,10 @@ class Interval:
 
 
 def slowest_hooks(*by_hook: Mapping[str, float]) -> dict[str, float]:
-    """Returns the sums of the `NUM_HOOKS` slowest hooks, and the sum of all others."""
+    """Returns the sums of the `_NUM_HOOKS` slowest hooks, and the sum of all others."""
     names = dict.fromkeys(name for part in by_hook for name in part if name != "others")
     sums = {name: sum(part.get(name, 0.0) for part in by_hook) for name in names}
-    kept = sorted(sums, key=lambda name: -sums[name])[:NUM_HOOKS]
+    kept = sorted(sums, key=lambda name: -sums[name])[:_NUM_HOOKS]
     others = sum(part.get("others", 0.0) for part in by_hook) + sum(sums[name] for name in sums if name not in kept)
     return {name: sums[name] for name in kept if sums[name] > 0.0} | ({"others": others} if others > 0.0 else {})
 

@@ -19,7 +19,7 @@ from ..checkpoint import get_random_state, set_random_state
 from ..initialization.materialize import has_meta_tensors, materialize
 from ..initialization.stored_weights import read_stored
 
-__all__ = ["Memory", "copy_whole", "fill_copy", "paired_submodules"]
+__all__ = ["Memory", "copy_whole", "fill_copy"]
 
 _TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 """torch: the attributes of a Tensor with the dicts of `register_hook` and `register_post_accumulate_grad_hook`."""
@@ -102,7 +102,7 @@ def fill_copy(own: LightningModule, module: LightningModule, state: dict[str, An
         materialize(own)
         read_stored(own)
         set_random_state(random)
-    for part, its_copy in paired_submodules(module, own):
+    for part, its_copy in _paired_submodules(module, own):
         its_copy.training = part.training
         for name, value in vars(part).items():
             if not name.startswith("_") and is_data(value) and _is_leaf(value):
@@ -181,7 +181,7 @@ def _is_leaf(value: Any) -> bool:
     return all(not isinstance(leaf, Tensor) or leaf.is_leaf for leaf in tree_leaves(value))
 
 
-def paired_submodules(module: nn.Module, copy: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
+def _paired_submodules(module: nn.Module, copy: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
     """Yields the sub-modules of `module`, each with the one of the same name in `copy`."""
     copies = dict(copy.named_modules())
     for name, part in module.named_modules():

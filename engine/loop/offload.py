@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 
-__all__ = ["ActivationsOnHost", "OffloadActivations"]
+__all__ = ["OffloadActivations"]
 
 
 class OffloadActivations(Callback):
@@ -28,7 +28,7 @@ class OffloadActivations(Callback):
         inner_context = plugin.train_step_context
 
         def context() -> AbstractContextManager[Any]:
-            return ActivationsOnHost(device_type, inner_context())
+            return _ActivationsOnHost(device_type, inner_context())
 
         vars(plugin)["train_step_context"] = context
 
@@ -41,7 +41,7 @@ class OffloadActivations(Callback):
         vars(trainer.precision_plugin).pop("train_step_context", None)
 
 
-class ActivationsOnHost(save_on_cpu):
+class _ActivationsOnHost(save_on_cpu):
     """Context manager around a forward: tensors saved for backward are kept in host memory, except parameters.
 
     Args:

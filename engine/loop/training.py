@@ -1,6 +1,6 @@
 """The loop of training epochs: each runs in a short, flat loop (`flat_epoch.py`) that calls only what is overridden.
 
-Epochs that need more run in Lightning's own loop (see `why_not_flat`), and so does the first batch after a resumption.
+Epochs that need more run in Lightning's own loop (see `_why_not_flat`), and so does the first batch after a resumption.
 """
 
 import logging
@@ -27,7 +27,7 @@ from .log import attach_log, detach_log
 from .manual_optimization import ManualOptimization
 from .optimization import AutomaticOptimization
 
-__all__ = ["TrainingEpochLoop", "why_not_flat"]
+__all__ = ["TrainingEpochLoop"]
 
 log = logging.getLogger("polyphase.engine")
 
@@ -72,7 +72,7 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
         watch.end_epoch(self.trainer)
 
     def _run(self, data_fetcher: _DataFetcher) -> None:
-        reason = why_not_flat(self.trainer, data_fetcher)
+        reason = _why_not_flat(self.trainer, data_fetcher)
         if reason is not None:
             if self.automatic_optimization.out_of_memory is not None:
                 raise ValueError(
@@ -263,7 +263,7 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
 TrainingEpochLoop.__name__ = _TrainingEpochLoop.__name__  # the name of its entries in a profile
 
 
-def why_not_flat(trainer: Trainer, fetcher: _DataFetcher | None) -> str | None:
+def _why_not_flat(trainer: Trainer, fetcher: _DataFetcher | None) -> str | None:
     """Returns the reason why an epoch must run in Lightning's own loop; None if it can run flat."""
     if not isinstance(trainer.profiler, PassThroughProfiler):  # type: ignore[attr-defined]
         return "a profiler, which times every call"
