@@ -17,7 +17,6 @@ from torch import nn
 from ..._compat.torch import _BatchNorm
 from .attribute_writes import Key
 from .batches import batch_size_of, take_rows
-from .collectives import CollectiveError
 from .reachable_state import ReachableState
 from .shapes import Shapes
 from .stage_module import StageModule
@@ -131,13 +130,11 @@ def _trial_losses(
         for seed, rows in enumerate((first, first, second, together)):
             shapes = _of_size(job.shapes, width, rows.stop - rows.start)
             run = functools.partial(_run, step, take_rows(batch, rows))
-            partitioned.job = dataclasses.replace(job, step=run, finish=_finish, shapes=shapes)
+            partitioned.job = dataclasses.replace(job, step=run, finish=_finish, shapes=shapes, is_trial=True)
             with torch.no_grad():
                 received = (t[rows].to(partitioned.device, shape.dtype) for t, shape in zip(numbers, sent, strict=True))
                 stage.micro_batch = seed
                 results.append(_loss_and_weight(stage(*received)))
-    except CollectiveError:
-        raise
     except Exception:  # perhaps because of the random activations; the batch itself comes later
         return None
     finally:

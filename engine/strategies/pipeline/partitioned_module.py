@@ -1,7 +1,7 @@
 """A module whose units are divided among pipeline stages, and the step that its stages run."""
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from torchmetrics import Metric
 from ...distributed.object_group import ObjectGroup
 from .attribute_guard import AttributeGuard
 from .attribute_writes import StageWrites
+from .collectives import NoCollectives
 from .loans import BorrowedParameters
 from .plan import StagePlan
 from .received_values import FilledTensors
@@ -34,9 +35,12 @@ class StepJob:
         finish: turns the step's output for micro-batch i into the scalar that the schedule uses as a loss.
         context: entered around each micro-batch.
         shapes: shapes of this kind of micro-batch; a trial run fills them in.
+        num_micro_batches: their number.
         micro_batch: a micro-batch in words, for messages.
         trial_has_last_stage: whether the trial run includes the last stage's part; False once its values are known.
-        is_first: whether this is the step's first batch, in which its calls are checked.
+        is_first: whether this is the step's first batch.
+        is_trial: whether the step is tried out, which other ranks may do another number of times.
+        is_agreed: whether the ranks of the stage have found that they run it the same number of times.
     """
 
     step: Callable[[int], Any]
@@ -45,9 +49,12 @@ class StepJob:
     finish: Callable[[int, Any], Tensor]
     context: Callable[[], AbstractContextManager[Any]]
     shapes: Shapes
+    num_micro_batches: int = 1
     micro_batch: str = "a micro-batch"
     trial_has_last_stage: bool = True
     is_first: bool = False
+    is_trial: bool = False
+    is_agreed: bool = False
 
 
 class PartitionedModule:
@@ -59,7 +66,6 @@ class PartitionedModule:
         device: device of this rank's parameters.
         own_stages: the stages of this rank.
         lends: whether stages may use parameters that other stages hold.
-        peers: the ranks of the job that run the same stages with other samples, and this rank.
     """
 
     def __init__(
@@ -70,9 +76,9 @@ class PartitionedModule:
         own_stages: Sequence[int],
         *,
         lends: bool = True,
-        peers: Collection[int] = (),
     ) -> None:
-        self.module, self.plan, self.device, self.peers = module, plan, device, frozenset(peers)
+        self.module, self.plan, self.device = module, plan, device
+        self.collectives = NoCollectives()
         self.job: StepJob | None = None
         """The current job; None between batches."""
         self.active: StageModule | None = None

@@ -32,7 +32,7 @@ from .remote_values import (
 
 __all__ = ["RemoteTensor"]
 
-_TORCH, _LIGHTNING, _ = NOT_THE_USERS
+_TORCH, _LIGHTNING, *_ = NOT_THE_USERS
 _OPTIMIZERS = os.path.join(_TORCH, "optim", "")
 _DISPATCH_FILES = tuple(
     _TORCH + path for path in ("overrides.py", "_tensor.py", os.path.join("utils", "_contextlib.py"))

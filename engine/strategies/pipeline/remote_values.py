@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import lightning
+import lightning_utilities
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
@@ -34,6 +35,7 @@ __all__ = [
     "CutError",
     "RemoteValueMode",
     "has_absent",
+    "is_of_fsdp",
     "is_users",
     "mark_origin",
     "origin_of",
@@ -43,7 +45,12 @@ __all__ = [
 
 NOT_THE_USERS = tuple(
     os.path.dirname(os.path.abspath(path)) + os.sep
-    for path in (torch.__file__, lightning.__file__, os.path.dirname(os.path.dirname(__file__)))
+    for path in (
+        torch.__file__,
+        lightning.__file__,
+        lightning_utilities.__file__,
+        os.path.dirname(os.path.dirname(__file__)),
+    )
 )
 """Folders of torch, Lightning and this package."""
 _FSDP = os.path.join(NOT_THE_USERS[0], "distributed", "fsdp", "")
@@ -147,7 +154,7 @@ class RemoteValueMode(TorchFunctionMode):
             # torch: without `RemoteTensor.__torch_function__`, which would raise errors
             with torch._C.DisableTorchFunctionSubclass():
                 result = self._without(func, args, kwargs, absent, real)
-        if self._content is not None and not _is_of_fsdp(sys._getframe(1)):
+        if self._content is not None and not is_of_fsdp(sys._getframe(1)):
             tensors = (result,) if isinstance(result, Tensor) else tuple(tensors_in(result))
             self._content.calls.note(getattr(func, "__name__", ""), tensors)
         return result
@@ -282,9 +289,9 @@ def _first_absent_and_real(args: Any, kwargs: Any) -> tuple[Tensor | None, Tenso
     return absent, real
 
 
-def _is_of_fsdp(frame: types.FrameType | None) -> bool:
+def is_of_fsdp(frame: types.FrameType | None) -> bool:
     """Whether FSDP2 makes a call: stages that skip the module do not make it."""
-    while frame is not None and frame.f_code.co_filename.startswith(NOT_THE_USERS[0]):
+    while frame is not None and not is_users(frame):
         if frame.f_code.co_filename.startswith(_FSDP):
             return True
         frame = frame.f_back

@@ -80,6 +80,7 @@ class _Work:
             finish=self._finish,
             context=context,
             shapes=Shapes(),
+            num_micro_batches=self.num_micro_batches,
             micro_batch=f"a micro-batch of {self.size // self.num_micro_batches} of the batch's {self.size} samples",
         )
 

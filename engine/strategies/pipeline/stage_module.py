@@ -20,7 +20,6 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from .attribute_writes import WriteRecorder
-from .collectives import CollectiveError, NoCollectives
 from .failures import describe_failure
 from .partitioned_module import PartitionedModule
 from .received_values import ReceivedValues
@@ -111,16 +110,18 @@ class StageModule(nn.Module):
 
     def try_out(self) -> None:
         """Makes a trial run: runs micro-batch 0 with zeros from the previous stage, until the shapes are known."""
-        self._is_trial = True
+        job = self.partitioned.job
+        assert job is not None
+        self._is_trial = job.is_trial = True
         try:
             self.micro_batch = 0
             self()
-        except Exception as error:  # perhaps because of the zeros; what was found until then is used
-            if isinstance(error, CollectiveError) or not (self.is_last and self.is_live):
+        except Exception:  # perhaps because of the zeros; what was found until then is used
+            if not (self.is_last and self.is_live):
                 raise
             self.partitioned.failure = None
         finally:
-            self._is_trial = False
+            self._is_trial = job.is_trial = False
             self._content.end_trial(is_known=self.is_last and not self.is_live)
 
     def _run(self, received: tuple[Tensor, ...] | None, index: int) -> Any:
@@ -146,8 +147,7 @@ class StageModule(nn.Module):
         sent: Sequence[Tensor] | None = None
         output: Any = None
         try:
-            collectives = NoCollectives(partitioned.peers) if job.is_first else nullcontext()
-            with job.context(), collectives, self._absent:
+            with job.context(), partitioned.collectives, self._absent:
                 output = job.step(index)
         except _EndOfStage as end:
             sent = end.tensors

@@ -42,8 +42,9 @@ from ..recurrent import never_flatten
 from ..replaced_parameters import Replacements
 from ..units import named_blocks, shard_units
 from .gradients import StageGradients
-from .partitioned_module import PartitionedModule
+from .partitioned_module import PartitionedModule, StepJob
 from .plan import plan_stages, replace_absent
+from .remote_values import users_line
 from .stage_checks import check_batch_size, check_flags, check_optimization, check_plan, check_schedule
 from .stage_module import StageModule
 from .state import buffer_stages, gather_state
@@ -240,9 +241,7 @@ class Pipeline(MeshStrategy):
             for unit in own_units:
                 unit.forward = self.compile(unit.forward)
         lends = not isinstance(self.options, PPFSDPOptions)  # under FSDP2 the holder has no whole parameters to lend
-        first = self.global_rank // self.data_size * self.data_size
-        peers = range(first, first + self.data_size)
-        self._partitioned = PartitionedModule(model, plan, self.root_device, own_stages, lends=lends, peers=peers)
+        self._partitioned = PartitionedModule(model, plan, self.root_device, own_stages, lends=lends)
         self._parts = [StageModule(self._partitioned, stage) for stage in own_stages]
         if isinstance(self.options, PPFSDPOptions):
             never_flatten(model)
@@ -366,6 +365,38 @@ class Pipeline(MeshStrategy):
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """As `validation_step`."""
         return self._runner.run("predict_step", self.precision_plugin.predict_step_context, args)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Gathers over the ranks with different samples; in a step, these must have cut it into as many micro-batches.
+
+        In a trial run, which other ranks may not make, a rank has its own values in the places of the others'.
+
+        Raises:
+            ValueError: the ranks call it different numbers of times.
+        """
+        partitioned = self._partitioned
+        is_usual = group in (None, dist.group.WORLD, self.data_group) and not tensor.is_meta
+        if partitioned is None or partitioned.active is None or not is_usual:
+            return super().all_gather(tensor, group, sync_grads)
+        job = partitioned.job
+        assert job is not None
+        if job.is_trial:
+            return tensor.unsqueeze(0).repeat(self.data_size, *[1] * tensor.dim())
+        with partitioned.collectives.paused():
+            if not job.is_agreed:
+                self._agree_on_micro_batches(job)
+            return super().all_gather(tensor, group, sync_grads)
+
+    def _agree_on_micro_batches(self, job: StepJob) -> None:
+        numbers = self.data_ranks.all_gather_ints(job.num_micro_batches)
+        if len(set(numbers)) > 1:
+            raise ValueError(
+                f"{users_line()} gathers from ranks that have cut their batches into {numbers} micro-batches, and would"
+                " wait for each other: give all ranks batches of one size (drop_last=True in the DataLoader), set"
+                " microbatches=1 with schedule=gpipe, or gather in a hook, such as"
+                " on_train_batch_end."
+            )
+        job.is_agreed = True
 
     def on_train_end(self) -> None:
         """Logs how long the ranks were idle."""

@@ -9,6 +9,7 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor, nn
+from torch.distributed import _functional_collectives as functional_collectives
 from torch.multiprocessing import ProcessRaisedException
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
@@ -94,6 +95,22 @@ class Waits(MLP):
         return super().training_step(batch, batch_idx)
 
 
+class WaitsLater(MLP):
+    """Asks who it is in each batch, which is no communication."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx and dist.get_world_size() > 1:
+            functional_collectives.all_reduce(loss.detach(), "sum", dist.group.WORLD)
+        return loss
+
+
+class Gathers(MLP):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return loss + 0 * self.all_gather(loss.detach()).sum()
+
+
 class HooksContainer(MLP):
     def __init__(self) -> None:
         super().__init__()
@@ -159,8 +176,9 @@ class Asserts(MLP):
         (LogsAnother, r"self.log\('mean', ...\) was given a MeanMetric that is no attribute of the module"),
         (KeepsAux, r"in <genexpr>: .* reads 'aux' of 'net.0', which the block 'net.0' writes on another"),
         (KeepsOutputs, "the attribute 'losses' of KeepsOutputs is changed by each micro-batch, .* 4 times a batch"),
-        (Communicates, r"in training_step: .* communicates with ranks of other pipeline stages \(allreduce\)"),
-        (Waits, r"in training_step: .* communicates with ranks of other pipeline stages \(barrier\)"),
+        (Communicates, r"in training_step: .* communicates with other ranks \(all_reduce\), which"),
+        (Waits, r"in training_step: .* communicates with other ranks \(barrier\), which"),
+        (WaitsLater, r"in training_step: .* communicates with other ranks \(all_reduce\), which"),
         (
             HooksContainer,
             "a backward hook of 'net', which contains the blocks of a pipeline, would get the gradient of",
@@ -181,9 +199,17 @@ class Asserts(MLP):
     ],
 )
 def test_what_a_step_does_that_stages_can_not(module, message):
-    engine = Engine(strategy="pp_fork:pipeline_size=2", accelerator="cpu", devices=2, max_steps=1, **QUIET)
+    engine = Engine(strategy="pp_fork:pipeline_size=2", accelerator="cpu", devices=2, max_steps=2, **QUIET)
     with pytest.raises(Exception, match=message):
         engine.fit(module(), data())
+
+
+def test_gathering_with_other_numbers_of_micro_batches_is_refused():
+    engine = Engine(strategy="pp+ddp_fork:pipeline_size=2", accelerator="cpu", devices=4, max_epochs=1, **QUIET)
+    with pytest.raises(
+        Exception, match=r"in training_step: .* have cut their batches into \[3, 2\] micro-batches, and"
+    ):
+        engine.fit(Gathers(), data(5, 4))
 
 
 def test_a_hook_of_all_modules_is_refused():

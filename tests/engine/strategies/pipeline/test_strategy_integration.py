@@ -241,6 +241,31 @@ def test_a_short_last_batch_is_cut_into_as_many_equal_parts_as_it_has(schedule):
     assert largest_difference(*weights) <= 1e-5
 
 
+class GathersAndRefusesWhatIsRandom(MLP):
+    """Trial runs with random values end early on one rank of a stage, after the gathering."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.net(batch[0] * 1e-3).square().mean()
+        total = self.all_gather(loss.detach()).sum()
+        if self.global_rank == 3 and loss > 0.05:
+            raise ValueError("too large")
+        return loss + 0 * total
+
+
+def test_ranks_that_gather_may_try_out_steps_and_batches_different_numbers_of_times():
+    weights = []
+    for strategy, devices in (("single", 1), ("pp+ddp_fork:pipeline_size=2,microbatches=1,schedule=gpipe", 4)):
+        torch.manual_seed(1)
+        module = GathersAndRefusesWhatIsRandom()
+        module.net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+        engine = Engine(strategy=strategy, accelerator="cpu", devices=devices, max_epochs=1, **QUIET)
+        engine.fit(
+            module, data(23, 8 // engine.data_size)
+        )  # the last batch has 4 samples on one rank, and 3 on another
+        weights.append(module.state_dict())
+    assert largest_difference(*weights) <= 1e-5
+
+
 class Hooks(MLP):
     def __init__(self) -> None:
         super().__init__()
