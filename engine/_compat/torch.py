@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from torch._utils import ExceptionWrapper
     from torch.autograd.graph import _engine_run_backward
     from torch.distributed import _functional_collectives
-    from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_gather_single_autograd
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
     from torch.distributed.flight_recorder.components.utils import match_one_event
     from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
@@ -57,7 +57,6 @@ __all__ = [
     "_generate_state",
     "_reparametrize_module",
     "_utils",
-    "all_gather_single_autograd",
     "manual_seed",
     "match_one_event",
     "tree_flatten",
@@ -96,7 +95,6 @@ HOMES = {
     "_generate_state": "torch.utils.data._utils.worker",
     "_reparametrize_module": "torch.nn.utils.stateless",
     "_utils": "torch.utils.data",
-    "all_gather_single_autograd": "torch.distributed._functional_collectives",
     "manual_seed": "torch.distributed.tensor._random",
     "match_one_event": "torch.distributed.flight_recorder.components.utils",
     "tree_flatten": "torch.utils._pytree",

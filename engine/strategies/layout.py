@@ -10,8 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
-# torch: the all-gather with a backward that will replace its public functions.
-from .._compat.torch import all_gather_single_autograd
 from ..checkpoint import get_random_state, host_state, set_random_state
 from ..devices import module_of
 from ..distributed.fillers import leave_out_fillers
@@ -34,6 +32,27 @@ def share_random_state() -> None:
     """Gives all ranks the random state of rank 0, except that of accelerators."""
     state = get_random_state()
     set_random_state({**state, **WORLD.broadcast_object(host_state())})
+
+
+class _Gather(torch.autograd.Function):
+    """An all-gather whose backward gives each rank the sum of the gradients of its rows.
+
+    The function that Lightning calls uses a rank's index in the group as its index in the job, in backward; torch's
+    functional collectives return a tensor of a class of their own, which a module may keep and save.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        gathered = tensor.new_empty((dist.get_world_size(group), *tensor.shape))
+        dist.all_gather_single(gathered.view(-1), tensor.reshape(-1), group=group)
+        return gathered
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        own = gradient.new_empty(gradient.shape[1:])
+        dist.reduce_scatter_single(own.view(-1), gradient.reshape(-1), group=ctx.group)
+        return own, None
 
 
 class DistributedStrategy(EngineStrategy):
@@ -170,9 +189,7 @@ class DistributedStrategy(EngineStrategy):
         if tensor.is_meta:  # of another pipeline stage
             return torch.empty((dist.get_world_size(group), *tensor.shape), dtype=tensor.dtype, device="meta")
         if group is not None and group is self.data_group and sync_grads:
-            # The function that Lightning calls uses a rank's index in the group as its index in the job, in backward.
-            gathered = all_gather_single_autograd(tensor.contiguous().unsqueeze(0), 0, group)
-            return leave_out_fillers(gathered, group)
+            return leave_out_fillers(_Gather.apply(tensor, group), group)
         with warnings.catch_warnings():  # Lightning 2.6 calls a function that torch 2.13 deprecates
             warnings.filterwarnings("ignore", r"torch.distributed.nn.functional.all_gather is deprecated")
             gathered = super().all_gather(tensor, group, sync_grads)  # type: ignore[misc]

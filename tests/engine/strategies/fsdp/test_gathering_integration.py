@@ -27,6 +27,7 @@ class Contrastive(Seen):
         first = self.all_gather(samples).flatten(0, -2)  # of all stages
         found = normalize(self.net(samples), dim=-1)
         everyones = self.all_gather(found, sync_grads=True).flatten(0, -2)
+        assert type(first) is type(everyones) is Tensor  # of no class that a module could not keep and save
         assert len(first) == len(everyones) == len(samples) * self.trainer.data_size
         logits = 5 * everyones @ normalize(first).T
         return cross_entropy(logits, torch.arange(len(everyones)))
