@@ -29,6 +29,7 @@ from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.strategies.launchers import multiprocessing as launchers
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 from torch.nn.parameter import is_lazy
@@ -403,7 +404,7 @@ class _WorkerLauncher(_MultiProcessingLauncher):
             "num_logged_steps": trainer.fit_loop.epoch_loop._batches_that_stepped,
             "best_model_score": score,
             "engine_state": self._engine_state,
-            "logged_metrics": _Stored({name: value.cpu() for name, value in trainer.logged_metrics.items()}),
+            "logged_metrics": _Stored(apply_to_collection(trainer.logged_metrics, Tensor, Tensor.cpu)),
             "progress_bar_metrics": trainer.progress_bar_metrics,
             "shapes": self._shapes,
         }

@@ -42,7 +42,8 @@ _MAX_DEPTH = 8
 _MAX_CALLS = 3
 """How far functions are followed to those that they name: a step, its block, a helper of that."""
 _MAX_ITEMS = 10_000
-"""Longer containers are data: only their lengths are compared."""
+"""Longer containers are data: only their lengths are compared. So are places with more objects and containers than that
+(a library's registry, the tests that pytest runs): what is first seen after these is not compared."""
 _MAX_VALUES = 1_000_000
 """Larger arrays of numpy are compared by every second or third value, and so on."""
 _ROUNDING = 1e-6
@@ -165,7 +166,8 @@ class Walk:
 
     def __init__(self, modules: Collection[int]) -> None:
         self._modules = modules
-        self._marks: dict[int, Any] = {}
+        self._numbers: dict[int, int] = {}
+        """Of the objects and containers of the present place, by their ids."""
         self._alive: list[Any] = []
         self.containers: list[Any] = []
 
@@ -177,14 +179,17 @@ class Walk:
         """Returns the mark of a value."""
         if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
             return repr(value)  # NaN is not equal to itself
-        if id(value) in self._marks:
-            return self._marks[id(value)]
-        if depth > _MAX_DEPTH:
+        if not depth:
+            self._numbers, self._alive = {}, []
+        # What is seen again has a number in place of its mark: the marks of objects that refer to each other would else
+        # repeat each other without end, or nearly so.
+        if (number := self._numbers.get(id(value))) is not None:
+            return "seen", number
+        if depth > _MAX_DEPTH or len(self._numbers) > _MAX_ITEMS:
             return None
+        self._numbers[id(value)] = len(self._numbers)
         self._alive.append(value)  # so that no other object gets its id
-        self._marks[id(value)] = type(value).__name__  # for a value that lies in itself
-        mark = self._marks[id(value)] = self._mark(value, depth + 1)
-        return mark
+        return self._mark(value, depth + 1)
 
     def _mark(self, value: Any, depth: int) -> Any:
         if isinstance(value, Tensor):
@@ -212,8 +217,9 @@ class Walk:
         if isinstance(value, dict):
             # Keys may be modules or parameters, whose order says as much as their names.
             return [(self.mark(key, depth), self.mark(item, depth)) for key, item in value.items()]
-        marks = [self.mark(item, depth) for item in value]
-        return sorted(map(repr, marks)) if isinstance(value, (set, frozenset)) else marks
+        if isinstance(value, (set, frozenset)):  # in an order that lasts, since marks have numbers
+            return sorted(repr(self.mark(item, depth)) for item in sorted(value, key=id))
+        return [self.mark(item, depth) for item in value]
 
     def _mark_attributes(self, value: Any, depth: int) -> Any:
         attributes = vars(value) if hasattr(value, "__dict__") else {}

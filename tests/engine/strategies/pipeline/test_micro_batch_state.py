@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from polyphase.engine.strategies.pipeline.micro_batch_state import state_problem
+from polyphase.engine.strategies.pipeline.reachable_state import Walk
 from polyphase.engine.strategies.pipeline.remote_values import CutError
 
 from .relay import Relay
@@ -337,3 +338,28 @@ def calls_of(num_layers: int) -> list[int]:
 def test_a_step_costs_twice_as_much_with_twice_as_many_layers():
     few, many = calls_of(50), calls_of(100)
     assert [b / a <= 2.2 for a, b in zip(few, many, strict=True)] == [True, True], (few, many)
+
+
+class Node:
+    """An object that refers to others."""
+
+    others: list["Node"]
+    value = 0
+
+
+def test_objects_that_refer_to_each_other_are_looked_at_once():
+    layers = [[Node() for _ in range(30)] for _ in range(8)]
+    for layer, following in itertools.pairwise(layers):
+        for node in layer:
+            node.others = following
+    before, after = (repr(Walk(()).mark(layers[0])) for _ in range(2))
+    assert before == after
+    assert len(before) < 100_000, "there are 30 ** 4 ways to the objects of the fourth layer"
+    layers[3][7].value = 1
+    assert repr(Walk(()).mark(layers[0])) != before
+
+
+def test_of_more_objects_than_a_module_has_the_first_are_looked_at():
+    walk = Walk(())
+    walk.mark([[Node() for _ in range(200)] for _ in range(200)])
+    assert 5_000 < len(walk.containers) < 15_000
