@@ -167,7 +167,7 @@ class Walk:
     def __init__(self, modules: Collection[int]) -> None:
         self._modules = modules
         self._numbers: dict[int, int] = {}
-        """Of the objects and containers of the present place, by their ids."""
+        """The order of the objects and containers of the present place, by their ids."""
         self._alive: list[Any] = []
         self.containers: list[Any] = []
 
