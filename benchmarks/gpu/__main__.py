@@ -12,13 +12,14 @@ from benchmarks.report import about
 
 from . import device
 from .child import ROOT, Process, elsewhere
+from .goals import goals
 from .runner import Results, run
-from .suite import ITEMS
+from .suite import ITEMS, PARTS
 
 EXAMPLES = """\
 examples:
-  python -m benchmarks.gpu                              both halves, of ten minutes each at most
-  python -m benchmarks.gpu --part 1                     the first half; the second one adds to its report
+  python -m benchmarks.gpu                              all three parts, of seven minutes each at most
+  python -m benchmarks.gpu --part 1                     the first part; a later one adds to its report
   python -m benchmarks.gpu --only waits "124M fsdp"     these, in the report's place
   python -m benchmarks.gpu --accelerator sim --smoke --output out    on the tests' simulated device: does it run?
 """
@@ -30,7 +31,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         prog="python -m benchmarks.gpu", description=__doc__, epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    parser.add_argument("--part", type=int, choices=(1, 2), help="run this half (default: both)")
+    parser.add_argument("--part", type=int, choices=PARTS, help="run this part (default: all)")
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=[i.name for i in ITEMS], help="run these")
     parser.add_argument("--accelerator", default="cuda", help="as torch names it (default: %(default)s)")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes; times mean nothing")
@@ -61,11 +62,18 @@ def main() -> int:
         return 2
     command = "python -m benchmarks.gpu" + (f" --accelerator {options.accelerator}" * (options.accelerator != "cuda"))
     results = Results(options.output, found.value, about(command + " --smoke" * options.smoke), ITEMS)
-    chosen = [item for item in ITEMS if not options.only or item.name in options.only]
-    for part in (1, 2):
+    commit = _commit()
+    if options.only:
+        chosen = [item for item in ITEMS if item.name in options.only]
+    else:
+        chosen = [item for item in ITEMS if not results.is_known(item, commit)]
+        print(f"{len(ITEMS) - len(chosen)} of {len(ITEMS)} are known at {commit}; --only runs one of them again")
+    for part in PARTS:
         if options.part in (None, part):
-            run([item for item in chosen if item.part == part], results, _commit())
+            run([item for item in chosen if item.part == part], results, commit)
     bad = [name for name in results.bad if name in {item.name for item in chosen}]
+    for row in goals(results.records):
+        print(f"{row['verdict']:8} {row['goal']}: {row['seen']}, wanted {row['wanted']}")
     print(f"\n{results.path}\n" + (f"failed: {', '.join(bad)}" if bad else "nothing failed"))
     return 1 if bad else 0
 

@@ -1,10 +1,13 @@
 """Figures of training ByteGPT in bf16-mixed: the engine beside a loop by hand and stock Lightning, on all devices.
 
 The loop by hand and stock Lightning have what torch and Lightning bring: one device, DistributedDataParallel, and
-`fully_shard` on each block, which under Lightning is its `ModelParallelStrategy` with a `configure_model`.
+`fully_shard` on each block, which under Lightning is its `ModelParallelStrategy` with a `configure_model`. Compiled,
+they compile each block, as torchtitan does; the loop by hand shards as that does, too: parameters are gathered in bf16.
+All have torch's fused AdamW.
 """
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,7 +16,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
@@ -38,12 +41,15 @@ BY_HAND = ("single", "ddp", "fsdp")
 class Metered(ByteGPT):
     """With a meter in place of its own logging, and a constant learning rate."""
 
-    def __init__(self, size: str, meter: Meter, mesh_from: str = "") -> None:
+    def __init__(self, size: str, meter: Meter, *, shards_itself: bool = False, compiles_blocks: bool = False) -> None:
         shape = {"context_length": 1024, **SHAPES[size]}
         if device.smoke():
             shape = {"context_length": 16, "num_layers": 4, "num_heads": 2, "dim": 16}
         super().__init__(**shape)
-        self.shape, self.meter, self.shards_itself = shape, meter, bool(mesh_from)
+        self.shape, self.meter, self.shards_itself = shape, meter, shards_itself
+        if compiles_blocks:
+            for block in self.net.blocks:
+                block.compile()
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         self.meter.tick()
@@ -53,7 +59,7 @@ class Metered(ByteGPT):
         return self.net(tokens)
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=3e-4, weight_decay=0.1)
+        return torch.optim.AdamW(self.parameters(), lr=3e-4, weight_decay=0.1, fused=device.kind() == "cuda")
 
     def configure_model(self) -> None:  # what stock Lightning has users write for FSDP2
         if self.shards_itself and self._trainer is not None:
@@ -72,34 +78,45 @@ class LossOf(nn.Module):
         return self.module.training_step(batch, 0)
 
 
-def shard(module: Metered, mesh: Any) -> None:
-    """As torch's tutorial has it, in the precision of the module."""
+def shard(module: Metered, mesh: Any, **options: Any) -> None:
+    """As torch's tutorial has it."""
     for block in module.net.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(module.net, mesh=mesh)
+        fully_shard(block, mesh=mesh, **options)
+    fully_shard(module.net, mesh=mesh, **options)
 
 
-def training(size: str, strategy: str) -> list[dict[str, str]]:
-    """One row for each contestant that knows the strategy."""
+def training(size: str, strategy: str, *settings: str) -> list[dict[str, str]]:
+    """One row for each contestant that knows the strategy.
+
+    Args:
+        size: of `SHAPES`.
+        strategy: the engine's flag.
+        settings: ``"compile"``, and ``"65k"`` for a step of so many tokens in place of 16k.
+    """
     memory_gb = device.total_gb()
     if memory_gb < LEAST_GB.get(size, 0) and not device.smoke():
         raise device.NotRunError(f"needs {LEAST_GB[size]} GB, and the device has {memory_gb:.0f}")
+    if "compile" in settings:
+        device.needs_cuda("inductor's code")
     contestants = ["Engine", "Trainer", "by hand"] if strategy in BY_HAND else ["Engine"]
     if strategy == "ddp" and device.kind() != "cuda":
         contestants.remove("Trainer")  # Lightning's DDPStrategy makes a stream of torch.cuda on any accelerator
-    return [_row(size, strategy, name) for name in contestants]
+    return [_row(size, strategy, settings, name) for name in contestants]
 
 
-def _row(size: str, strategy: str, contestant: str) -> dict[str, str]:
+def _row(size: str, strategy: str, settings: Sequence[str], contestant: str) -> dict[str, str]:
     timed = 3 if device.smoke() else 20
     meter = Meter(warm_up=5, timed=timed, counted=3)
-    batch_size = 2 if device.smoke() else {"124M": 16, "350M": 8, "1.3B": 4}[size]
+    compiles = "compile" in settings
+    batch_size = 2 if device.smoke() else 64 if "65k" in settings else 16
     # "pp" cuts a batch, which all of its ranks share; so do the ranks of "tp".
     num_devices = 1 if strategy == "single" else device.count()
     torch.manual_seed(1)
     is_stock_fsdp = contestant == "Trainer" and strategy == "fsdp"
     with device.root():  # a host draws a billion numbers for half a minute
-        module = Metered(size, meter, "data_parallel" if is_stock_fsdp else "")
+        module = Metered(
+            size, meter, shards_itself=is_stock_fsdp, compiles_blocks=compiles and contestant != "Engine"
+        )  # fmt: skip
     replicas = num_devices if strategy in ("ddp", "fsdp") else 1
     batches = _text(module.shape["context_length"], meter.steps * batch_size * replicas, batch_size)
     device.empty()
@@ -109,7 +126,7 @@ def _row(size: str, strategy: str, contestant: str) -> dict[str, str]:
         make, flag = (Engine, strategy) if contestant == "Engine" else (Trainer, _stock(strategy, num_devices))
         trainer = make(
             strategy=flag, accelerator=device.kind(), devices=num_devices, precision="bf16-mixed", max_epochs=1,
-            log_every_n_steps=10**6, **QUIET,
+            log_every_n_steps=10**6, **QUIET, **({"compile": compiles} if contestant == "Engine" else {}),
         )  # fmt: skip
         trainer.fit(module, batches)
     context, layers, dim = (module.shape[name] for name in ("context_length", "num_layers", "dim"))
@@ -121,7 +138,9 @@ def _row(size: str, strategy: str, contestant: str) -> dict[str, str]:
     return {
         "size": size,
         "strategy": strategy,
+        "compile": "yes" if compiles else "no",
         "devices": str(num_devices),
+        "tokens per step": str(batch_size * replicas * context),
         "loop": contestant,
         "tokens/s": f"{tokens_per_s:.0f}",
         "ms per step": f"{1e3 * meter.step_s:.2f}",
@@ -162,7 +181,8 @@ def _by_hand(module: Metered, strategy: str, batches: DataLoader, num_devices: i
     if strategy == "ddp":
         step = DistributedDataParallel(step, device_ids=[rank], gradient_as_bucket_view=True)
     elif strategy == "fsdp":
-        shard(module, init_device_mesh(device.kind(), (num_devices,)))
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        shard(module, init_device_mesh(device.kind(), (num_devices,)), mp_policy=policy)
     optimizer = module.configure_optimizers()
     for batch in batches:
         with torch.autocast(device.kind(), torch.bfloat16):

@@ -9,12 +9,13 @@ from typing import Any
 from benchmarks.report import slug
 
 from .child import Outcome, elsewhere, last_lines
+from .goals import goals
 from .suite import Item
 
 __all__ = ["Results", "run"]
 
-HALF_S = 590.0
-"""The longest a half may take: it fits where a command may take ten minutes."""
+PART_S = 420.0
+"""The longest a part may take: two of them and a start fit where a device is lent for fifteen minutes."""
 LEAST_S = 5.0
 """The least time that must be left to begin one more item."""
 _IN_WORDS = {"devices": "devices: {}", "memory_gb": "{} GB each"}
@@ -52,6 +53,11 @@ class Results:
         _replace(self._records_path, json.dumps(self.records, indent=1) + "\n")
         _replace(self.path, self.text())
 
+    def is_known(self, item: Item, commit: str) -> bool:
+        """Whether the item has passed on this device at `commit`."""
+        record = self.records.get(item.name, {})
+        return record.get("status") == "ok" and record["commit"] == commit and " " not in commit
+
     @property
     def bad(self) -> list[str]:
         """Names of what has failed or did not end, in the suite's order."""
@@ -68,7 +74,7 @@ class Results:
                 "proves": item.proves,
                 "result": (found := self.records.get(item.name, {})).get("status", "not run"),
                 "s": str(found.get("seconds", "")),
-                "seen": str(found.get("value") or found.get("reason") or "its half was not run"),
+                "seen": str(found.get("value") or found.get("reason") or "its part was not run"),
                 "commit": found.get("commit", ""),
             }
             for item in self._items
@@ -81,10 +87,10 @@ class Results:
         if figures:
             lines += ["## Training ByteGPT", ""]
         if known:
-            lines += [*_table(known), ""]
+            lines += [*_table(known), "", "## Goals", "", *_table(goals(self.records)), ""]
         for item, record in found:
             if record is None or record["status"] != "ok":
-                why = "its half was not run" if record is None else f"{record['status']}: {_in_line(record['reason'])}"
+                why = "its part was not run" if record is None else f"{record['status']}: {_in_line(record['reason'])}"
                 lines.append(f"- {item.name}: {why}")
         for name in self.bad:
             lines += ["", f"## {name}", "", "```", self.records[name]["output"], "```"]
@@ -92,8 +98,8 @@ class Results:
 
 
 def _table(rows: Sequence[dict[str, str]]) -> list[str]:
-    columns = list(rows[0])
-    lines = [columns, ["---"] * len(columns), *([_in_line(str(row[c])) for c in columns] for row in rows)]
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    lines = [columns, ["---"] * len(columns), *([_in_line(str(row.get(c, ""))) for c in columns] for row in rows)]
     return [f"| {' | '.join(line)} |" for line in lines]
 
 
@@ -112,7 +118,7 @@ def run(
     items: Sequence[Item],
     results: Results,
     commit: str,
-    limit_s: float = HALF_S,
+    limit_s: float = PART_S,
     say: Callable[[str], None] = print,
 ) -> None:
     """Runs `items` in order, and goes on whatever one of them does; those for which no time is left are not run."""
@@ -120,7 +126,7 @@ def run(
     for item in items:
         left_s = limit_s - (time.monotonic() - began)
         if left_s < min(LEAST_S, item.limit_s):
-            outcome = Outcome(status="not run", seconds=0.0, reason=f"the {limit_s:.0f} s of its half were over")
+            outcome = Outcome(status="not run", seconds=0.0, reason=f"the {limit_s:.0f} s of its part were over")
         else:
             outcome = elsewhere(item.place, *item.arguments, limit_s=min(item.limit_s, left_s))
         results.add(item, outcome, commit)

@@ -1,8 +1,11 @@
-"""The suite's table, in the order of its runs: each check and figure with its half, its time limit and its place."""
+"""The suite's table, in the order of its runs: each check and figure with its part, its time limit and its place."""
 
 from dataclasses import dataclass
 
-__all__ = ["ITEMS", "Item"]
+__all__ = ["ITEMS", "PARTS", "Item"]
+
+PARTS = (1, 2, 3)
+"""Each takes `runner.PART_S` at most, in any order; a later one adds to the report."""
 
 
 @dataclass(frozen=True)
@@ -14,7 +17,7 @@ class Item:
     place: str
     """``"module:function"`` under `benchmarks.gpu`."""
     part: int
-    """Which half runs it."""
+    """Which of `PARTS` runs it."""
     limit_s: float
     arguments: tuple[str, ...] = ()
     is_figure: bool = False
@@ -34,34 +37,43 @@ _CHECKS = (
     _check(1, 60, "checks_steps:offload", "fsdp, offload=parameters, clipping, weights, 16-mixed: weights of single"),
     _check(1, 45, "checks_saves:snapshot_devices", "snapshots under topk open on the CPU and leave no memory behind"),
     _check(1, 90, "checks_steps:cuda_graphs", "reduce-overhead with accumulation: weights of eager steps"),
-    _check(2, 120, "checks_steps:compiled", "compile=True under single, ddp, fsdp, tp: weights of eager steps"),
+    _check(1, 120, "checks_steps:compiled", "compile=True under single, ddp, fsdp, tp: weights of eager steps"),
     _check(1, 60, "checks_memory:halved", "a batch that does not fit is halved: weights of one that does"),
     _check(1, 60, "checks_ranks:lost_collective", "out of memory in int8's all-to-all: no rank is a call ahead"),
     _check(1, 90, "checks_waits:waits", "between loggings a step waits for nothing"),
     _check(1, 45, "checks_kernels:largest_values", "topk finds the largest values; time against 16 rows"),
     _check(1, 45, "checks_kernels:orthonormal", "powersgd's factors are orthonormal, of any rank; time against QR"),
-    _check(2, 60, "checks_kernels:averages", "each method's average is its gradient; GB/s and peak memory"),
+    _check(1, 60, "checks_kernels:averages", "each method's average is its gradient; GB/s and peak memory"),
     _check(1, 45, "checks_streams:replicas", "hsdp with a hook: shards are not written over while replicas read"),
     _check(1, 45, "checks_saves:each_step", "each snapshot in the background has the weights of its step"),
-    _check(2, 60, "checks_saves:staging", "staging copies what it is given, whatever is written later; three saves"),
+    _check(1, 60, "checks_saves:staging", "staging copies what it is given, whatever is written later; three saves"),
     _check(1, 60, "checks_saves:resumed", "10 steps and 10 resumed ones have the weights of 20, with dropout"),
     _check(1, 60, "checks_steps:overflow", "16-mixed: a step with an infinity changes no weight"),
-    _check(2, 60, "checks_waits:images", "pinned images are copied without a wait"),
+    _check(1, 60, "checks_waits:images", "pinned images are copied without a wait"),
     _check(1, 60, "checks_ranks:stuck", "a host blocked by the device is named with its line"),
-    _check(2, 150, "checks_ranks:two_on_one", "ddp x 2 on one device: weights of the CPU; failures end and are named"),
+    _check(3, 150, "checks_ranks:two_on_one", "ddp x 2 on one device: weights of the CPU; failures end and are named"),
     _check(1, 45, "checks_steps:no_warnings", "ddp under -W error"),
-    _check(2, 90, "checks_memory:tensor_parallel", "tp of 4 ranks: each has its quarter; host time of a step"),
+    _check(3, 90, "checks_memory:tensor_parallel", "tp of 4 ranks: each has its quarter; host time of a step"),
     # Only a GPU tells whether the host is ahead of it there, and a broadcast between hosts so costs nothing.
-    _check(2, 60, "checks_ranks:pipeline", "pp of two devices: time of a step that hosts' broadcasts take"),
-    _check(2, 90, "checks_ranks:server_and_verify", "ps trains; verify of a convolutional net finds it equal"),
+    _check(3, 60, "checks_ranks:pipeline", "pp of two devices: time of a step that hosts' broadcasts take"),
+    _check(3, 90, "checks_ranks:server_and_verify", "ps trains; verify of a convolutional net finds it equal"),
 )  # fmt: skip
 
 _SIZES = ("124M", "350M", "1.3B")
-_STRATEGIES = ("single", "ddp", "fsdp", "tp", "pp")
-_FIGURES = tuple(
-    Item(f"{size} {strategy}", "", "benchmarks.gpu.figures:training", 2, 90, (size, strategy), True)
-    for size in _SIZES
-    for strategy in _STRATEGIES
+
+
+def _figure(part: int, size: str, strategy: str, *settings: str) -> Item:
+    name = " ".join((size, strategy, *settings))
+    return Item(name, "", "benchmarks.gpu.figures:training", part, 150, (size, strategy, *settings), True)
+
+
+_HOW = ((), ("compile",))
+_FIGURES = (
+    *(_figure(2, size, "single", *how) for size in _SIZES for how in _HOW),
+    *(_figure(2, size, "fsdp", *how) for size in _SIZES for how in _HOW),
+    *(_figure(3, "124M", "single", *how, "65k") for how in _HOW),
+    *(_figure(3, size, "tp", *how) for size in _SIZES for how in _HOW),
+    *(_figure(3, size, strategy) for size in _SIZES for strategy in ("ddp", "pp")),
 )
 
 ITEMS: tuple[Item, ...] = (*_CHECKS, *_FIGURES)

@@ -1,4 +1,4 @@
-"""The runner of the GPU suite: what becomes of a check that fails, hangs or crashes, and of reports in two halves."""
+"""The runner of the GPU suite: what becomes of a check that fails, hangs or crashes, and of reports in parts."""
 
 import dataclasses
 import json
@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.gpu import device, suite
 from benchmarks.gpu.child import Process, elsewhere
+from benchmarks.gpu.goals import goals
 from benchmarks.gpu.runner import Results, run
 from benchmarks.gpu.suite import ITEMS, Item
 
@@ -44,7 +45,7 @@ def hangs() -> str:
 
 
 def rows() -> list[dict[str, str]]:
-    return [{"size": "a", "tokens/s": "7"}]
+    return [{"size": "a", "loop": "Engine", "tokens/s": "7"}]
 
 
 def item(name: str, part: int = 1, limit_s: float = 60, **fields) -> Item:
@@ -100,19 +101,19 @@ def test_a_run_goes_on_whatever_a_check_does(tmp_path, forks, capsys):
         f"no end after {items[2].limit_s} s",
         "needs CUDA: a test",
         "seen a b",
-        "| size | tokens/s |",
-        "| a | 7 |",
+        "| size | loop | tokens/s |",
+        "| a | Engine | 7 |",
     ):
         assert text in report
     assert "timed out" in capsys.readouterr().out
 
 
-def test_a_later_half_keeps_what_an_earlier_one_wrote(tmp_path):
+def test_a_later_part_keeps_what_an_earlier_one_wrote(tmp_path):
     items = [item("passes", 1), item("fails", 2), item("rows", 2, is_figure=True)]
     run(items[:1], Results(tmp_path, ABOUT, "the first", items), "abc123")
     path = tmp_path / "gpu-a-device-80gb.md"
     assert "| fails | that fails | not run |" in path.read_text()
-    assert "- rows: its half was not run" in path.read_text()
+    assert "- rows: its part was not run" in path.read_text()
     second = Results(tmp_path, ABOUT, "the second", items)
     run(items[1:], second, "def456")
     report = path.read_text()
@@ -121,7 +122,43 @@ def test_a_later_half_keeps_what_an_earlier_one_wrote(tmp_path):
     assert "def456 |" in report
     assert second.bad == ["fails"]
     run([dataclasses.replace(items[1], place=f"{HERE}:passes")], second, "def456")
-    assert Results(tmp_path, ABOUT, "", items).bad == [], "what has been mended is run again, and replaced"
+    last = Results(tmp_path, ABOUT, "", items)
+    assert last.bad == [], "what has been mended is run again, and replaced"
+    assert [last.is_known(found, "def456") for found in items] == [False, True, True]
+    assert not last.is_known(items[1], "def456 + changes"), "changes may be others"
+
+
+def row(size, strategy, compiled, loop, tokens_per_s, mfu) -> dict[str, str]:
+    return {
+        "size": size, "strategy": strategy, "compile": compiled, "devices": "1", "tokens per step": "16384",
+        "loop": loop, "tokens/s": str(tokens_per_s), "MFU": f"{mfu}%", "host waits per step": "0",
+    }  # fmt: skip
+
+
+def test_goals_are_reached_or_missed():
+    figures = [
+        row("124M", "single", "yes", "Engine", 1000, 41.0),
+        row("124M", "single", "yes", "by hand", 1020, 41.5),
+        row("124M", "tp", "yes", "Engine", 960, 39.0),
+        row("1.3B", "single", "no", "Engine", 100, 41.9),
+    ]
+    records = {
+        "a": {"status": "ok", "value": figures},
+        "averages": {"status": "ok", "value": "25 MB int8: 26.9 GB/s, peak 3.9 buckets; 1024 MB int8: 801.0 GB/s"},
+        "failed": {"status": "failed", "value": None},
+    }
+    found = {row["goal"]: (row["seen"], row["verdict"]) for row in goals(records)}
+    assert found == {
+        "MFU of 124M single, compiled, 16384 tokens": ("41.0%", "reached"),
+        "124M single, compiled, 16384 tokens, of a loop by hand": ("0.980", "missed"),
+        "host waits of 124M single, compiled, 16384 tokens": ("0", "reached"),
+        "124M tp, compiled, 16384 tokens, of single": ("0.960", "reached"),
+        "host waits of 124M tp, compiled, 16384 tokens": ("0", "reached"),
+        "MFU of 1.3B single, 16384 tokens": ("41.9%", "missed"),
+        "host waits of 1.3B single, 16384 tokens": ("0", "reached"),
+        "int8 of 25 MB": ("26.9 GB/s", "missed"),
+        "int8 of 1024 MB": ("801.0 GB/s", "reached"),
+    }
 
 
 def test_what_is_known_is_written_after_each_check(tmp_path):
@@ -135,21 +172,21 @@ def test_what_is_known_is_written_after_each_check(tmp_path):
     assert seen == [["passes"], ["passes", "fails"]]
 
 
-def test_a_half_ends_in_time(tmp_path):
+def test_a_part_ends_in_time(tmp_path):
     items = [item("hangs"), item("passes")]
     results = Results(tmp_path, ABOUT, "", items)
     began = time.monotonic()
     run(items, results, "abc123", limit_s=6)
     assert time.monotonic() - began < 20
     assert [record["status"] for record in results.records.values()] == ["timed out", "not run"]
-    assert "the 6 s of its half were over" in results.text()
+    assert "the 6 s of its part were over" in results.text()
 
 
 def test_the_table_has_27_checks_that_are_there():
     checks = [found for found in ITEMS if not found.is_figure]
     assert len(checks) == 27
     assert len({found.name for found in ITEMS}) == len(ITEMS)
-    assert {found.part for found in ITEMS} == {1, 2}
+    assert {found.part for found in ITEMS} == set(suite.PARTS)
     outcome = elsewhere(f"{HERE}:places", limit_s=120)
     assert outcome.value == [found.place for found in ITEMS], outcome
 

@@ -10,7 +10,14 @@ from tests.distributed import ROOT, run_command
 
 pytestmark = pytest.mark.timeout(900, func_only=True)  # 40 processes; to compile the device takes a minute
 
-NEEDS_CUDA = {"cuda_graphs": "needs CUDA: CUDA graphs", "compiled": "needs CUDA: inductor's code"}
+NEEDS_CUDA = {
+    "cuda_graphs": "needs CUDA: CUDA graphs",
+    **{
+        item.name: "needs CUDA: inductor's code"
+        for item in ITEMS
+        if item.name == "compiled" or "compile" in item.arguments
+    },
+}
 
 
 @pytest.mark.nightly
@@ -24,5 +31,10 @@ def test_the_suite_passes_but_for_what_needs_cuda(tmp_path):
     assert {name: records[name]["reason"] for name in NEEDS_CUDA} == NEEDS_CUDA
     assert finished.returncode == 0, finished.output
     report = (tmp_path / "gpu-simulated.md").read_text()
-    for text in ("# GPU suite", "| strategies |", "| 124M | ddp | 1 | by hand |", "| 1.3B | pp | 1 | Engine |"):
+    for text in (
+        "# GPU suite",
+        "| strategies |",
+        "| 124M | ddp | no | 1 | 32 | by hand |",
+        "| 1.3B | pp | no | 1 | 32 | Engine |",
+    ):
         assert text in report
