@@ -49,6 +49,7 @@ from .data import check_batch_sizes, check_loader
 from .default_callbacks import default_doctor, default_run_summary, with_defaults
 from .errors import RefusedError, check_checkpoint, check_nodes, check_writable, refusing
 from .flags import Layout, check_count, choose
+from .initialization.materialize import check_shapes
 from .initialization.stored_weights import read_stored
 from .launch.detection import environment_of_launcher, resolve_sizes
 from .loop import (
@@ -378,6 +379,9 @@ class Engine(TrainerBase):
                 blocks_to_recompute(model)
             if self._recomputes == "selective":
                 kept_operators(model)
+            is_complete = not is_overridden("configure_model", model) and not is_overridden("setup", model)
+            if is_complete and strategy.layout.world_size > 1:  # which else looks once it has been built
+                check_shapes(model)
             strategy.check_module(model)
             strategy.check_run(compiles=bool(self.config.compile), callbacks=self.callbacks)  # type: ignore[attr-defined]
             strategy.check_loader(train_dataloaders)

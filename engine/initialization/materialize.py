@@ -11,16 +11,33 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from ..attachments import carry_over
 from .stored_weights import check_stored, is_stored
 
-__all__ = ["has_meta_tensors", "materialize"]
+__all__ = ["check_shapes", "has_meta_tensors", "materialize"]
 
 
 def has_meta_tensors(module: nn.Module) -> bool:
     """Whether any parameter or buffer of `module` has a shape but no memory."""
     return any(tensor.is_meta for tensor in _tensors(module, recurse=True))
+
+
+def check_shapes(module: nn.Module) -> None:
+    """Checks that lazy modules have run.
+
+    Raises:
+        ValueError: a parameter or buffer of `module` gets its shape from the first batch, which ranks would draw apart.
+    """
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if is_lazy(tensor):
+            owner = type(module.get_submodule(name.rpartition(".")[0])).__name__
+            raise ValueError(
+                f"{name} of {type(module).__name__}, a parameter of {owner}, gets its shape from the first batch, but"
+                " all ranks need it before: call the module on a batch in its constructor, such as"
+                " self(torch.zeros(1, 28, 28)), or give the layer its sizes, or choose strategy='single'."
+            )
 
 
 def materialize(

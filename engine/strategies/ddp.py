@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from .. import labels
 from ..compression import AllReduceHook, CommHook
 from ..flags import Layout
+from ..initialization.materialize import check_shapes
 from ..launch.process_launchers import end_group_at_exit
 from .bucket_order import BucketOrder
 from .compressing import CommHookMixin
@@ -80,6 +81,7 @@ class DDP(DistributedStrategy, CommHookMixin, DDPStrategy):
 
     def setup(self, trainer: Trainer) -> None:
         """Wraps the module, and creates the optimizers."""
+        check_shapes(trainer.lightning_module)
         if trainer.state.fn == TrainerFn.FITTING and self.before_split is not None:
             self.before_split(self.model)
         super().setup(trainer)

@@ -6,8 +6,12 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.multiprocessing.spawn import ProcessRaisedException
 
+from polyphase.engine.errors import RefusedError
 from polyphase.engine.preflight import check_module
+from tests.engine.tiny import Regression, engine, rows
 
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
 
@@ -120,3 +124,38 @@ class ReadsScale(ByHandScaled):
 def test_a_step_that_reads_the_loss_scale_is_told_that_gradients_are_unscaled():
     with pytest.warns(UserWarning, match=r"ReadsScale reads the loss scale. Gradients are unscaled when `self.manual_"):
         check_module(ReadsScale(), precision="16-mixed")
+
+
+class Lazy(Regression):
+    """Its only layer has no size; it may be called on a batch as it is set up."""
+
+    def __init__(self, *, calls: bool) -> None:
+        super().__init__()
+        self.layer = nn.LazyLinear(1)
+        self.calls = calls
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) + self.layer(batch).square().mean()
+
+
+class LaterComplete(Lazy):
+    def setup(self, stage: str) -> None:
+        if self.calls:
+            self.layer(torch.zeros(1, 4))
+
+
+PARALLEL = ["ddp", "zero1", "local_sgd", "fsdp", "tp", "pp", "ps"]
+
+
+@pytest.mark.parametrize("strategy", PARALLEL)
+def test_lazy_layers_are_named_before_processes_start(strategy):
+    made = LaterComplete if strategy in ("tp", "pp") else Lazy  # whose plans are made before setup
+    with pytest.raises(RefusedError, match=r"layer\.weight of (Lazy|LaterComplete), a parameter of"):
+        engine(strategy=strategy, devices=2).fit(made(calls=False), rows(8))
+
+
+@pytest.mark.parametrize("strategy", ["ddp_fork", "fsdp_fork", "ps_fork"])
+def test_layers_that_setup_leaves_lazy_are_named_by_the_ranks(strategy):
+    with pytest.raises(ProcessRaisedException, match=r"layer\.weight of LaterComplete, a parameter of LazyLinear"):
+        engine(strategy=strategy, devices=2).fit(LaterComplete(calls=False), rows(8))
+    engine(strategy=strategy, devices=2).fit(LaterComplete(calls=True), rows(8))

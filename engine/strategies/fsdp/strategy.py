@@ -34,7 +34,7 @@ from ...compression import AllReduceHook, CommHook, CountingGroup
 from ...compression.int8 import Int8
 from ...distributed.equal_ranks import equalise, tell_device
 from ...flags import Layout
-from ...initialization.materialize import materialize
+from ...initialization.materialize import check_shapes, materialize
 from ...initialization.stored_weights import read_stored
 from ...precision.plugins import autocast_dtype
 from ..layout import share_random_state
@@ -202,6 +202,7 @@ class FSDP(UnitSteps):
         if fitting:
             check_callbacks(trainer.callbacks, repr(self))  # type: ignore[attr-defined]  # the module's own, too
         if not self._is_laid_out(self.model):
+            check_shapes(self.model)
             if fitting and self.before_split is not None:
                 self.before_split(self.model)
             if fitting and self.counts_traffic and self.comm_hook is None and isinstance(self.options, HSDPOptions):

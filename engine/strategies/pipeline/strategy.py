@@ -32,7 +32,7 @@ from ...compression import AllReduceHook, CommHook, CountingGroup
 from ...distributed.equal_ranks import give_value, tell_device
 from ...distributed.object_group import ObjectGroup
 from ...flags import Layout
-from ...initialization.materialize import materialize
+from ...initialization.materialize import check_shapes, materialize
 from ...initialization.stored_weights import read_stored
 from ..fsdp.comm import CountedAllGather, CountedReduceScatter, attach_to_gathered, fsdp_units, reshard
 from ..mesh import MeshStrategy
@@ -154,6 +154,7 @@ class Pipeline(MeshStrategy):
         """
         check_optimization(module)
         if not is_overridden("configure_model", module):  # which may add blocks
+            check_shapes(module)
             check_plan(module, plan_stages(module, self.num_stages), self.options)
 
     def check_run(self, *, compiles: bool, callbacks: Sequence[Callback]) -> None:
@@ -183,6 +184,7 @@ class Pipeline(MeshStrategy):
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if self._partitioned is None or self._partitioned.module is not self.model:
+            check_shapes(self.model)
             if fitting and self.before_split is not None:
                 self.before_split(self.model)
             self.model = self.precision_plugin.convert_module(self.model)

@@ -30,6 +30,7 @@ from ...compression import CommHook
 from ...distributed.fillers import is_here, rows_of_samples
 from ...environment import bind_interface
 from ...flags import Layout
+from ...initialization.materialize import check_shapes
 from ...launch.process_launchers import end_group_at_exit
 from ...reliability.failure import print_rank
 from ..capabilities import Capabilities
@@ -127,6 +128,7 @@ class PS(DistributedStrategy, DDPStrategy):
 
     def setup(self, trainer: Trainer) -> None:
         """Sets the module up, and makes its torchmetrics objects gather over the surviving ranks."""
+        check_shapes(trainer.lightning_module)
         super().setup(trainer)
         self._connect_metrics()
 

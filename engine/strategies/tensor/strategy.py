@@ -39,6 +39,7 @@ from ...checkpoint import get_random_state, set_random_state
 from ...choices import Axis
 from ...compression import CommHook
 from ...flags import Layout, check_count
+from ...initialization.materialize import check_shapes
 from ...loop.step_snapshot import StepSnapshot
 from ..fsdp.shard_checks import explained
 from ..fsdp.strategy import FSDP
@@ -119,6 +120,7 @@ class TensorParallel(FSDP):
         """Raises ValueError if `module` can't be split, before any process starts."""
         super().check_module(module)
         if next(module.parameters(), None) is not None:  # without parameters it is built later, in `configure_model`
+            check_shapes(module)
             self._make_plan(module)
 
     def _make_plan(self, module: nn.Module) -> Plan:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from polyphase.engine.initialization.materialize import has_meta_tensors, materialize
+from polyphase.engine.initialization.materialize import check_shapes, has_meta_tensors, materialize
 from polyphase.models.transformer import Transformer
 
 SEED = 11
@@ -211,3 +211,11 @@ def test_what_shards_take_the_place_of_is_let_go_of():
 
     materialize(module, shard)
     assert len(whole) == 4
+
+
+def test_lazy_modules_are_named_until_they_have_run():
+    module = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d())
+    with pytest.raises(ValueError, match=r"0\.weight of Sequential, a parameter of LazyLinear, gets its shape from"):
+        check_shapes(module)
+    module(torch.ones(2, 4))
+    check_shapes(module)
