@@ -19,7 +19,20 @@ from polyphase.engine.strategies.pipeline.tree_broadcast import TreeBroadcast
 from . import device
 from .child import ROOT, Outcome, elsewhere, two_ranks
 from .meter import Meter
-from .subjects import GPT, MLP, QUIET, STEPS, close, engine, largest_difference, rows, seeded, text, weights
+from .subjects import (
+    FSDP_OF_ONE,
+    GPT,
+    MLP,
+    QUIET,
+    STEPS,
+    close,
+    engine,
+    largest_difference,
+    rows,
+    seeded,
+    text,
+    weights,
+)
 
 HERE = "benchmarks.gpu.checks_ranks"
 HOOKS = ("none", "bf16", "powersgd:4,start=2")
@@ -222,7 +235,7 @@ def server_and_verify() -> str:
     moved = largest_difference(weights(module), before)
     assert trainer.global_step == STEPS, trainer.global_step
     assert 1e-3 < moved < 4e-3 * STEPS, f"ps: a weight has moved by {moved:.1e}"
-    certificate = Engine(strategy="fsdp", **flags).verify(seeded(Conv if device.kind() == "cuda" else MLP), rows())
+    certificate = Engine(strategy=FSDP_OF_ONE, **flags).verify(seeded(Conv if device.kind() == "cuda" else MLP), rows())
     assert certificate.equal, str(certificate)
     return f"ps: weights move by {moved:.1e}; verify: {max(certificate.differences):.1e}"
 

@@ -16,7 +16,7 @@ from polyphase.engine.checkpoint.staging import Staging
 from polyphase.engine.devices import module_of, wait_for
 
 from . import device
-from .subjects import GPT, MLP, close, engine, rows, seeded, text, trained, weights
+from .subjects import FSDP_OF_ONE, GPT, MLP, close, engine, rows, seeded, text, trained, weights
 
 
 def snapshot_devices() -> str:
@@ -60,7 +60,7 @@ def _train_with_snapshots(folder: str, strategy: str, every_n_steps: int, **flag
 
 def each_step() -> str:
     seen = []
-    for strategy in ("single", "fsdp"):
+    for strategy in ("single", FSDP_OF_ONE):
         kept = _train_with_snapshots(strategy, strategy, every_n_steps=3)
         found = {}
         for path in Path(strategy).iterdir():
@@ -109,7 +109,7 @@ class Drops(GPT):
 
 def resumed() -> str:
     seen = []
-    for strategy in ("single", "fsdp"):
+    for strategy in ("single", FSDP_OF_ONE):
         whole = trained(Drops, strategy, text(shuffle=True))
         path = Path(f"{strategy}.ckpt").absolute()
         saves = ModelCheckpoint(path.parent, path.stem, every_n_train_steps=10)

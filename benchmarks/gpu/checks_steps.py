@@ -14,12 +14,28 @@ from polyphase.engine import Engine
 
 from . import device
 from .meter import Meter
-from .subjects import GPT, MLP, QUIET, STEPS, by_hand, close, engine, rows, seeded, trained, weights
+from .subjects import (
+    FSDP_OF_ONE,
+    GPT,
+    MLP,
+    PP_OF_ONE,
+    QUIET,
+    STEPS,
+    TP_OF_ONE,
+    by_hand,
+    close,
+    engine,
+    rows,
+    seeded,
+    trained,
+    weights,
+)
 
 
 def strategies() -> str:
     expected = by_hand(GPT)
-    return ", ".join(close(flag, trained(GPT, flag), expected) for flag in ("single", "ddp", "fsdp", "tp", "pp"))
+    flags = ("single", "ddp", FSDP_OF_ONE, TP_OF_ONE, PP_OF_ONE)
+    return ", ".join(close(flag, trained(GPT, flag), expected) for flag in flags)
 
 
 # --- small steps
@@ -84,7 +100,7 @@ class Weighed(MLP):
 
 
 def offload() -> str:
-    flags = {"strategy": "fsdp", "offload": "parameters"}
+    flags = {"strategy": FSDP_OF_ONE, "offload": "parameters"}
     seen = [close("clipped", trained(MLP, **flags, gradient_clip_val=0.05), by_hand(MLP, clip=0.05))]
     seen += [close("weighed", trained(Weighed, **flags), by_hand(MLP))]
     half = {"precision": "16-mixed"}
@@ -108,7 +124,7 @@ def cuda_graphs() -> str:
 
 def compiled() -> str:
     device.needs_cuda("inductor's code")
-    flags = ("single", "ddp", "fsdp", "tp")
+    flags = ("single", "ddp", FSDP_OF_ONE, TP_OF_ONE)
     # Fused, sums are in another order; Adam makes steps of a few of the smallest gradients' noise.
     return ", ".join(close(flag, trained(GPT, flag, compile=True), trained(GPT, flag), 1e-3) for flag in flags)
 
@@ -152,7 +168,7 @@ def overflow() -> str:
     seen = []
     for make, flag, hook in (
         (Overflows, "single", "none"),
-        (Overflows, "fsdp", "none"),
+        (Overflows, FSDP_OF_ONE, "none"),
         (Fused, "single", "none"),
         (Overflows, "ddp", "topk:0.1,start=0"),
     ):

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from . import device
 from .meter import Meter
-from .subjects import MLP, engine, rows, seeded
+from .subjects import FSDP_OF_ONE, MLP, engine, rows, seeded
 
 
 class Metered(MLP):
@@ -36,7 +36,7 @@ def waits() -> str:
         (False, "none", {}, 0),
         (True, "none", {"precision": "bf16-mixed"}, 0),
         (True, "none", {"strategy": "ddp", "compression": "powersgd:2,start=0"}, 0),
-        (True, "none", {"strategy": "fsdp"}, 0),
+        (True, "none", {"strategy": FSDP_OF_ONE}, 0),
         # torch's own loss scale reads whether there was an infinity, once per step.
         (True, "none", {"precision": "16-mixed"}, 1),
     ):

@@ -11,16 +11,23 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torchmetrics import MeanMetric
 
-from polyphase.engine import Engine
+from polyphase.engine import Engine, register_strategy
+from polyphase.engine.strategies.fsdp.strategy import FSDP
+from polyphase.engine.strategies.options import FSDPOptions, PPOptions, TPOptions
+from polyphase.engine.strategies.pipeline.strategy import Pipeline
+from polyphase.engine.strategies.tensor import TensorParallel
 from polyphase.models import ByteGPT, PythonSource
 
 from . import device
 
 __all__ = [
+    "FSDP_OF_ONE",
     "GPT",
     "MLP",
+    "PP_OF_ONE",
     "QUIET",
     "STEPS",
+    "TP_OF_ONE",
     "by_hand",
     "close",
     "engine",
@@ -37,6 +44,11 @@ QUIET: dict[str, Any] = {
     "enable_model_summary": False,
 }
 STEPS = 20
+# On one device the flags "fsdp", "tp" and "pp" mean "single"; these shard, split and schedule there, too.
+FSDP_OF_ONE, TP_OF_ONE, PP_OF_ONE = "fsdp_of_one", "tp_of_one", "pp_of_one"
+register_strategy(FSDP_OF_ONE, FSDP, options=FSDPOptions, description="shards, also on one device")
+register_strategy(TP_OF_ONE, TensorParallel, options=TPOptions, description="splits layers, also on one device")
+register_strategy(PP_OF_ONE, Pipeline, options=PPOptions, description="a pipeline, also on one device")
 TOLERANCE = 1e-5
 BATCH_SIZE = 8
 

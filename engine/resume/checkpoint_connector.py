@@ -43,8 +43,9 @@ from ..checkpoint.whole import names_in, part_of
 from ..compression import reshard_residuals
 from ..distributed.object_group import num_ranks
 from ..environment import restart_count
+from ..initialization.materialize import has_meta_tensors, materialize
 from ..initialization.stored_weights import check_stored, read_stored
-from ..strategies import adapt
+from ..strategies import adapt, capabilities_of
 from .run_history import AUTO, FRESH, Seen, check_may_start_afresh
 from .saving import STRATEGY, SavingConnector
 
@@ -223,6 +224,8 @@ class CheckpointConnector(SavingConnector):  # Lightning: Trainer._checkpoint_co
         """
         trainer = self.trainer
         check_stored(trainer.lightning_module)
+        if not capabilities_of(trainer.strategy).splits_module and has_meta_tensors(trainer.lightning_module):
+            materialize(trainer.lightning_module)
         read_stored(trainer.lightning_module)  # the parameters that no strategy has sharded and read before
         if isinstance(trainer.precision_plugin, DoublePrecision):
             # Lightning converts the module after this, when values loaded into fp32 have lost half of their digits.

@@ -106,13 +106,19 @@ def kept_operators(module: nn.Module) -> frozenset[Any]:
     return frozenset(kept)
 
 
-def check_recompute(strategy: Strategy, kind: str, *, compiles: bool) -> str:
+def check_recompute(strategy: Strategy, options: Any, kind: str, *, compiles: bool) -> str:
     """The kind of activation checkpointing, from the flag and the option of some strategies.
+
+    Args:
+        strategy: the one that trains; on one device it may be another than that of the flag.
+        options: those of the flag's strategy.
+        kind: the flag.
+        compiles: whether the steps are compiled.
 
     Raises:
         ValueError: the flag and the option differ, or the strategy does not support this kind.
     """
-    if getattr(getattr(strategy, "options", None), "activation_checkpointing", False):
+    if getattr(options, "activation_checkpointing", False):
         if kind == "selective":
             raise ValueError(
                 "activation_checkpointing='selective' contradicts the strategy's option activation_checkpointing=true,"
@@ -137,16 +143,12 @@ def check_recompute(strategy: Strategy, kind: str, *, compiles: bool) -> str:
             " operators that write over what is kept, and which computes cheap operators again by itself: choose"
             " 'full', or leave one of them out."
         )
-    if kind == "selective" and getattr(strategy, "options", None) and _splits_backward(strategy):
+    if kind == "selective" and getattr(options, "schedule", None) == "zero-bubble":
         raise ValueError(
             "activation_checkpointing='selective' can't be done with schedule=zero-bubble, which runs backward through"
             " a block twice, while torch keeps what is selected for once: choose 'full', or another schedule."
         )
     return kind
-
-
-def _splits_backward(strategy: Any) -> bool:
-    return getattr(strategy.options, "schedule", None) == "zero-bubble"
 
 
 class Recomputed:

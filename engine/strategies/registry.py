@@ -36,7 +36,14 @@ from .options import (
     PSOptions,
     TPOptions,
 )
-from .strategy_spec import StrategySpec, all_but_auto, compressions_of_shards, every_compression
+from .strategy_spec import (
+    StrategySpec,
+    all_but_auto,
+    always,
+    compressions_of_shards,
+    every_compression,
+    unless_cut,
+)
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
@@ -117,6 +124,7 @@ STRATEGIES: dict[str, StrategySpec] = {
         choose_when="the model in training does not fit on one device, and the devices are connected fast",
         options=FSDPOptions,
         make=_from(".fsdp:FSDP"),
+        is_single_alone=always,
         takes_compression=compressions_of_shards,
         why_not=_SHARDED,
     ),
@@ -126,6 +134,7 @@ STRATEGIES: dict[str, StrategySpec] = {
         choose_when="as fsdp on several nodes: shards within a node, averages between them",
         options=HSDPOptions,
         make=_from(".fsdp:FSDP"),
+        is_single_alone=always,
         takes_compression=every_compression,
     ),
     "pp": StrategySpec(
@@ -135,6 +144,7 @@ STRATEGIES: dict[str, StrategySpec] = {
         choose_when="the model does not fit on one device, and the connection is slow",
         options=PPOptions,
         make=_from(".pipeline:Pipeline"),
+        is_single_alone=unless_cut,
         why_not="stages send activations, and each has its own gradients",
     ),
     "pp+ddp": StrategySpec(
@@ -143,6 +153,7 @@ STRATEGIES: dict[str, StrategySpec] = {
         choose_when="as pp, with more devices, for more samples at once",
         options=PPDDPOptions,
         make=_from(".pipeline:Pipeline"),
+        is_single_alone=unless_cut,
         why_not="the residuals of a hook would be stored by stage, and no other strategy could load them",
     ),
     "pp+fsdp": StrategySpec(
@@ -151,6 +162,7 @@ STRATEGIES: dict[str, StrategySpec] = {
         choose_when="as pp, if a stage does not fit on one device",
         options=PPFSDPOptions,
         make=_from(".pipeline:Pipeline"),
+        is_single_alone=unless_cut,
         why_not=_SHARDED,
     ),
     "local_sgd": StrategySpec(
@@ -177,6 +189,7 @@ STRATEGIES: dict[str, StrategySpec] = {
         choose_when="single layers are too large or too slow for one device, and the devices are connected very fast",
         options=TPOptions,
         make=_from(".tensor:TensorParallel"),
+        is_single_alone=always,
         why_not=_NOT_SPLIT,
     ),
     "fsdp+tp": StrategySpec(
@@ -185,6 +198,7 @@ STRATEGIES: dict[str, StrategySpec] = {
         choose_when="as tp within a node, with a model that does not fit on one node",
         options=FSDPTPOptions,
         make=_from(".tensor:TensorParallel"),
+        is_single_alone=always,
         why_not=_NOT_SPLIT,
     ),
     "hsdp+tp": StrategySpec(
@@ -193,6 +207,7 @@ STRATEGIES: dict[str, StrategySpec] = {
         choose_when="as fsdp+tp, on so many nodes that sharding over all of them is slow",
         options=HSDPTPOptions,
         make=_from(".tensor:TensorParallel"),
+        is_single_alone=always,
         why_not=_NOT_SPLIT,
     ),
     "ps": StrategySpec(

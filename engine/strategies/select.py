@@ -44,6 +44,8 @@ class TrainerArgs:
     devices: Any
     precision: Any
     plugins: list[Any]
+    options: Any = None
+    """The options of the strategy; None if it has none."""
     comm_hook: CommHook | None = None
 
 
@@ -75,10 +77,12 @@ def select(config: EngineConfig, *, devices: Any, num_nodes: int, plugins: list[
     _check_precision(name, canonical_precision(precision))
     if row.note:
         _say_once(row.note)
-    if row.make is not None:
-        _check_interactive(name, launcher)
     strategy_object: Strategy | str = "auto"  # Lightning's choice: SingleDeviceStrategy if there is one device
-    if row.make is not None:
+    is_single = num_devices * num_nodes == 1 and comm_hook is None and row.is_single_alone(options)
+    if row.make is not None and is_single and "parameters" not in (config.offload or ()):
+        row.make(options, launcher, comm_hook).derive_layout(1)  # refuses sizes of more than one device
+    elif row.make is not None:
+        _check_interactive(name, launcher)
         strategy_object = row.make(options, launcher, comm_hook)
     elif row.make_for_several is not None and num_devices * num_nodes > 1:
         strategy_object = row.make_for_several(device_type, num_devices, num_nodes, config.sync_batchnorm)
@@ -87,6 +91,7 @@ def select(config: EngineConfig, *, devices: Any, num_nodes: int, plugins: list[
     return TrainerArgs(
         strategy=strategy_object,
         devices=devices,
+        options=options,
         comm_hook=comm_hook,
         **_plugins(plugins, precision, device_type, config.sync_batchnorm),
     )
@@ -164,7 +169,8 @@ def _lightnings_own(
             f"compression {comm_hook.name!r} works with the strategies {', '.join(_compressing())}, not with"
             f" Lightning's own {name}: choose one of them by name, or give the strategy its own comm hook."
         )
-    return TrainerArgs(strategy=strategy, devices=devices, precision=precision, plugins=plugins)
+    options = getattr(strategy, "options", None)
+    return TrainerArgs(strategy=strategy, devices=devices, options=options, precision=precision, plugins=plugins)
 
 
 def _compressing() -> list[str]:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..compression.registry import ROWS as HOOKS
 from ..compression.registry import HookRow
@@ -11,7 +11,16 @@ from ..precision.names import PRECISIONS
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
 
-__all__ = ["StrategySpec", "all_but_auto", "compressions_of_shards", "every_compression", "no_compression"]
+__all__ = [
+    "StrategySpec",
+    "all_but_auto",
+    "always",
+    "compressions_of_shards",
+    "every_compression",
+    "never",
+    "no_compression",
+    "unless_cut",
+]
 
 
 def no_compression(name: str, hook: HookRow) -> bool:
@@ -34,6 +43,21 @@ def all_but_auto(name: str, hook: HookRow) -> bool:
     return name != "auto"
 
 
+def always(options: Any) -> bool:
+    """Whatever the options are."""
+    return True
+
+
+def never(options: Any) -> bool:
+    """Not with any options."""
+    return False
+
+
+def unless_cut(options: Any) -> bool:
+    """Unless the options name a number of micro-batches, which take less memory on one device, too."""
+    return options.microbatches in (None, 1)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StrategySpec:
     """The properties of a strategy."""
@@ -52,6 +76,9 @@ class StrategySpec:
     make_for_several: "Callable[..., Strategy] | None" = None
     """Makes the strategy for one process on several devices, from the type and number of devices, the number of nodes
     and `sync_batchnorm`."""
+    is_single_alone: Callable[[Any], bool] = never
+    """Takes the options; returns whether one process on one device trains as under `single`, since the strategy would
+    only divide what one process has as a whole. A compression and offload='parameters' need the strategy itself."""
     note: str = ""
     """A note that is printed once when the strategy is chosen."""
     takes_compression: Callable[[str, HookRow], bool] = no_compression

@@ -33,7 +33,7 @@ MORE_LAYOUTS = {
     "pp+fsdp 2x2": ("pp+fsdp_fork:microbatches=2", 4),
 }
 """Each of these with the partners only: what opens in one process, and in two, opens in the others, and in itself."""
-ALL_LAYOUTS = LAYOUTS | MORE_LAYOUTS
+ALL_LAYOUTS = LAYOUTS | MORE_LAYOUTS | {"fsdp x1": ("fsdp", 1)}
 OF_OTHERS = [
     ("fsdp x4", "fsdp x4"),
     ("hsdp 2x2", "hsdp 2x2"),
@@ -43,7 +43,7 @@ OF_OTHERS = [
     ("pp+fsdp 2x2", "single"),
 ]
 """What two ranks of fsdp, hsdp with one process, and composed layouts the other way show in `make test`."""
-PAIRS = alternating(LAYOUTS, LAYOUTS)
+PAIRS = [*alternating(LAYOUTS, LAYOUTS), pytest.param("fsdp x1", "fsdp x2"), pytest.param("fsdp x2", "fsdp x1")]
 for _name in MORE_LAYOUTS:
     PAIRS += [pytest.param(_name, "single"), pytest.param("ddp x2", _name)]
     PAIRS += nightly((_name, _name), (_name, "ddp x2"), ("single", _name))

@@ -318,4 +318,4 @@ def test_what_cannot_be_done_is_refused(flags, said):
 
 def test_copies_of_a_block_cannot_share_a_forward():
     with pytest.raises(ValueError, match="strategy 'dp' can't do activation_checkpointing"):
-        check_recompute(DP(), "full", compiles=False)
+        check_recompute(DP(), None, "full", compiles=False)

@@ -2,13 +2,17 @@
 
 import dataclasses
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.plugins.precision import DoublePrecision
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy, StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from polyphase.engine.compression import COMM_HOOKS
 from polyphase.engine.flags import LAUNCHERS
@@ -16,7 +20,9 @@ from polyphase.engine.strategies import STRATEGIES
 from polyphase.engine.strategies.ddp import DDP
 from polyphase.engine.strategies.fsdp.strategy import FSDP
 from polyphase.engine.strategies.options import DDPOptions, FSDPOptions, HSDPOptions
+from polyphase.engine.strategies.recompute import Recomputed
 from polyphase.engine.strategies.sync_batchnorm import SyncBatchNorm
+from tests.pairs import nightly
 
 from ..tiny import Seen, engine
 
@@ -82,7 +88,7 @@ def test_options_arrive_by_their_types():
     run = engine(strategy="ddp:static_graph=true,bucket_cap_mb=1,timeout_s=7.5")
     assert run.strategy.options == DDPOptions(static_graph=True, bucket_cap_mb=1.0, timeout_s=7.5)
     assert run.strategy._timeout == timedelta(seconds=7.5)
-    assert engine(strategy="fsdp:no_sync=off").strategy.options == FSDPOptions(no_sync=False)
+    assert engine(strategy="fsdp:no_sync=off", devices=2).strategy.options == FSDPOptions(no_sync=False)
     hsdp = engine(strategy="hsdp:shard=2,meta_init=1", devices=4).strategy.options
     assert hsdp == HSDPOptions(shard=2, meta_init=True)
 
@@ -316,3 +322,108 @@ def test_names_may_be_written_in_capitals(flag):
 def test_an_accelerator_that_is_not_here_is_named_before_its_devices_are_counted():
     with pytest.raises(MisconfigurationException, match=r"`XLAAccelerator` can not run on your system .* here: cpu"):
         engine(accelerator="tpu", devices=8)
+
+
+# --- strategies that divide, on one device
+
+DIVIDING = ["fsdp", "hsdp", "tp", "fsdp+tp", "hsdp+tp", "pp", "pp+ddp", "pp+fsdp"]
+
+
+@pytest.mark.parametrize("suffix", list(LAUNCHERS))
+@pytest.mark.parametrize("name", DIVIDING)
+def test_what_only_divides_is_single_on_one_device(name, suffix):
+    run = engine(strategy=f"{name}_{suffix}" if suffix else name)
+    assert type(run.strategy) is SingleDeviceStrategy
+    assert (str(run.layout), run.world_size) == ("one device", 1)
+    assert engine(strategy=name, num_nodes=2).world_size == 2
+    assert type(engine(strategy=name, num_nodes=2).strategy) is not SingleDeviceStrategy
+
+
+def test_each_strategy_either_divides_or_acts_on_one_device_too():
+    assert {name for name, row in STRATEGIES.items() if row.is_single_alone(row.options())} == set(DIVIDING)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "flags"),
+    [
+        ("fsdp", {"compression": "int8"}),
+        ("hsdp", {"offload": "parameters"}),
+        ("fsdp+tp", {"offload": ["activations", "parameters"]}),
+        ("pp:microbatches=2", {}),
+        (FSDP(FSDPOptions()), {}),
+    ],
+)
+def test_what_acts_on_one_device_too_keeps_its_strategy(strategy, flags):
+    if "activations" in flags.get("offload", ()):
+        with pytest.raises(ValueError, match=r"offload='activations' can't be done under 'fsdp\+tp'"):
+            engine(strategy=strategy, **flags)
+    else:
+        assert type(engine(strategy=strategy, **flags).strategy) is not SingleDeviceStrategy
+
+
+@pytest.mark.parametrize("strategy", ["hsdp:shard=2", "hsdp:replicate=2", "tp:tp=2", "pp:pipeline_size=2"])
+def test_sizes_of_several_devices_are_refused_on_one(strategy):
+    with pytest.raises(ValueError, match=r"the layout .* = 2 does not fit 1 process"):
+        engine(strategy=strategy)
+
+
+class Steps(LightningModule):
+    """Blocks that draw numbers; notes what training has left on the module while it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1)) for _ in range(2))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        for block in self.blocks:
+            batch = block(batch)
+        return batch.square().mean()
+
+    def on_train_batch_end(self, *unused: Any) -> None:
+        self.kinds = {type(parameter) for parameter in self.parameters()}
+        tables = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
+        self.num_hooks = sum(len(getattr(part, table)) for part in self.modules() for table in tables)
+        self.is_connected = torch.distributed.is_initialized()
+        self.recompute = [isinstance(block.forward, Recomputed) for block in self.blocks]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def _steps(strategy: str, module: LightningModule | None = None, **flags: Any) -> Any:
+    module = module or Steps()
+    run = engine(strategy=strategy, gradient_clip_val=0.1, **flags)
+    run.fit(module, DataLoader(torch.randn(12, 8, generator=torch.Generator().manual_seed(2)), batch_size=2))
+    return run, module
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed", "bf16-true"])
+@pytest.mark.parametrize("name", ["fsdp", "tp", *nightly("hsdp", "fsdp+tp", "hsdp+tp", "pp", "pp+ddp", "pp+fsdp")])
+def test_one_rank_trains_the_plain_module_with_the_weights_of_single(name, precision):
+    _, expected = _steps("single", precision=precision)
+    run, module = _steps(name, precision=precision)
+    assert module.kinds == {nn.Parameter}
+    assert (module.num_hooks, module.is_connected) == (0, False)
+    assert {type(block) for block in module.blocks} == {nn.Sequential}
+    for (key, tensor), other in zip(module.state_dict().items(), expected.state_dict().values(), strict=True):
+        assert torch.equal(tensor, other), key
+
+
+@pytest.mark.parametrize("name", ["fsdp", "tp"])
+def test_activation_checkpointing_by_an_option_is_honoured_on_one_device(name):
+    _, module = _steps(f"{name}:activation_checkpointing=true")
+    assert module.recompute == [True, True]
+    with pytest.raises(ValueError, match="contradicts the strategy's option activation_checkpointing=true"):
+        engine(strategy=f"{name}:activation_checkpointing=true", activation_checkpointing="selective")
+
+
+@pytest.mark.parametrize("name", ["single", "fsdp", "fsdp:meta_init=true"])
+def test_a_module_on_the_meta_device_gets_the_weights_that_it_would_have_drawn(name):
+    with torch.device("meta"):
+        module = Steps()
+    torch.manual_seed(1)
+    _steps(name, module)
+    _, expected = _steps("single")
+    for (key, tensor), other in zip(module.state_dict().items(), expected.state_dict().values(), strict=True):
+        assert torch.equal(tensor, other), key

@@ -6,7 +6,10 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torch.utils.data import DataLoader
 
-from polyphase.engine import Engine
+from polyphase.engine import Engine, register_strategy
+from polyphase.engine.strategies.fsdp.strategy import FSDP
+from polyphase.engine.strategies.options import FSDPOptions, PPFSDPOptions
+from polyphase.engine.strategies.pipeline.strategy import Pipeline
 from tests.distributed import in_a_fork
 from tests.engine.tiny import QUIET
 from tests.pairs import nightly
@@ -29,6 +32,8 @@ class Recurrent(LightningModule):
 
 
 def _trained(strategy):
+    register_strategy("sharded", FSDP, options=FSDPOptions, description="shards on one device, too")
+    register_strategy("sharded_stage", Pipeline, options=PPFSDPOptions, description="a sharded stage of its own")
     module = Recurrent()
     data = DataLoader(torch.randn(8, 3, 8), batch_size=4)
     Engine(strategy=strategy, devices=1, max_epochs=1, **QUIET).fit(module, data)
@@ -36,7 +41,8 @@ def _trained(strategy):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "moves"), [("fsdp", False), ("ddp", True), *nightly(("pp+fsdp:pipeline_size=1", False))]
+    ("strategy", "moves"),
+    [("sharded", False), ("ddp", True), *nightly(("sharded_stage", False))],
 )
 def test_no_layer_moves_gathered_weights(strategy, moves):
     may_move, changed = in_a_fork(_trained, strategy, timeout_s=60)  # with its process group
