@@ -80,7 +80,8 @@ def select(config: EngineConfig, *, devices: Any, num_nodes: int, plugins: list[
     strategy_object: Strategy | str = "auto"  # Lightning's choice: SingleDeviceStrategy if there is one device
     is_single = num_devices * num_nodes == 1 and comm_hook is None and row.is_single_alone(options)
     if row.make is not None and is_single and "parameters" not in (config.offload or ()):
-        row.make(options, launcher, comm_hook).derive_layout(1)  # refuses sizes of more than one device
+        divides: Any = row.make(options, launcher, comm_hook)
+        divides.derive_layout(1)  # refuses sizes of several devices
     elif row.make is not None:
         _check_interactive(name, launcher)
         strategy_object = row.make(options, launcher, comm_hook)
