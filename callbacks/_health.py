@@ -17,7 +17,7 @@ from polyphase.engine.strategies import capabilities_of
 
 from .replica_guard import why_not
 
-__all__ = ["HealthWatch", "lr_interval_steps"]
+__all__ = ["HealthWatch", "lr_interval_steps", "unfused_optimizer"]
 
 _MAX_NAMES = 16
 
@@ -121,4 +121,17 @@ def lr_interval_steps(trainer: Any) -> int | None:
     with contextlib.suppress(AttributeError):
         steps = [c.frequency for c in trainer.lr_scheduler_configs if c.interval == "step" and not c.reduce_on_plateau]
         return max(steps) if len(steps) == len(trainer.lr_scheduler_configs) and steps else None
+    return None
+
+
+def unfused_optimizer(trainer: Any) -> str | None:
+    """Returns the first optimizer that could step in one kernel and does not, as ``"AdamW by foreach"``; None without.
+
+    torch's optimizers that have such a kernel have the option `fused` in their groups.
+    """
+    for optimizer in trainer.optimizers:
+        for group in getattr(optimizer, "param_groups", ()):
+            if not group.get("fused", True):
+                how = "a loop over its parameters" if group.get("foreach") is False else "foreach"
+                return f"{type(optimizer).__name__} by {how}"
     return None

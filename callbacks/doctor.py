@@ -29,7 +29,7 @@ from polyphase.engine.version import __version__
 from ._clocks import HostClock, Measured, make_clock, shown_steps
 from ._counts import count_samples
 from ._flops import device_name, dtype_of, operator_s, peak_flops_per_s
-from ._health import lr_interval_steps
+from ._health import lr_interval_steps, unfused_optimizer
 from ._host_figures import shm_capacity_mb
 from ._host_use import num_cpus, own_cpus, rss_mb
 from ._interval import positive_steps
@@ -140,6 +140,7 @@ class Doctor(Callback):
             operator_s=operator_s(device),
             shm_capacity_mb=shm_capacity_mb(),
             lr_interval_steps=lr_interval_steps(trainer),
+            unfused_optimizer=unfused_optimizer(trainer),
         )
 
     def _attach(self, trainer: Any) -> None:

@@ -55,6 +55,8 @@ class RankInfo:
     """Seconds that the host takes for an operator with next to nothing to compute; None if not measured."""
     lr_interval_steps: int | None = None
     """Interval of the learning-rate schedulers in optimizer steps; None without one, or for epochs."""
+    unfused_optimizer: str | None = None
+    """An optimizer that could step in one kernel and does not, such as ``"AdamW by foreach"``; None without one."""
     waits_are_told: bool = True
     """Whether waits for slower ranks were separated from communication during the run; False: later, by interval."""
     shm_capacity_mb: float | None = None

@@ -62,3 +62,16 @@ def test_health(tmp_path, module, causes, says, flags):
     assert {finding.cause for finding in findings} == causes, run.intervals[0]
     assert all(says in finding.evidence for finding in findings)
     assert run.intervals[0][-1].checksum is None, "a single rank has nothing to compare"
+
+
+def test_what_steps_in_many_kernels_is_noted(tmp_path):
+    seen = {}
+    for name, options in {"default": {}, "loop": {"foreach": False}, "fused": {"fused": True}}.items():
+
+        class WithAdamW(Regression):
+            def configure_optimizers(self, options=options):
+                return torch.optim.AdamW(self.parameters(), **options)
+
+        engine(callbacks=[Doctor()], max_steps=4, default_root_dir=tmp_path / name).fit(WithAdamW(), rows(16))
+        seen[name] = read_run(str(tmp_path / name)).ranks[0].unfused_optimizer
+    assert seen == {"default": "AdamW by foreach", "loop": "AdamW by a loop over its parameters", "fused": None}

@@ -57,3 +57,14 @@ def test_without_an_end_the_rate_stays():
     model = ByteGPT(num_layers=1, dim=16, num_heads=2, context_length=8, warmup_steps=4)
     model.trainer = Trainer(max_epochs=-1, **QUIET)
     assert [model._lr_factor(step) for step in (0, 1, 3, 4, 10**6)] == [0.25, 0.5, 1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(("kind", "fused"), [("cuda", True), ("cpu", None), ("mps", None)])
+def test_its_optimizer_steps_in_one_kernel_on_a_gpu(kind, fused):
+    class There(ByteGPT):
+        device = torch.device(kind)
+
+    model = There()
+    model.trainer = Trainer(max_steps=8, **QUIET)
+    optimizer = model.configure_optimizers()["optimizer"]
+    assert [group["fused"] for group in optimizer.param_groups] == [fused, fused]

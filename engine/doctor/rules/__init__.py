@@ -2,7 +2,7 @@
 
 from .between import checkpoint_stall, slow_callback, slow_logging, slow_validation
 from .data import padding, slow_copy, slow_loader, uneven_data
-from .device import device_reads, full_memory, throttled_device, unused_memory
+from .device import device_reads, full_memory, throttled_device, unfused_optimizer, unused_memory
 from .finding import COSTLY_COMPRESSION, Finding, Rule
 from .health import (
     dead_parameters,
@@ -58,6 +58,8 @@ RULES = (
             " of training, if communication took 0.15 of the time"),
     Rule(cause="device_reads", threshold=1, find=device_reads,
          of="reads of an accelerator in the `training_step` that was checked"),
+    Rule(cause="unfused_optimizer", threshold=0.05, find=unfused_optimizer,
+         of="share of the time of an accelerator in an optimizer's step that one kernel could do (`fused=True`)"),
     Rule(cause="host_bound", threshold=0.3, find=host_bound,
          of="share of the time that the calls of operators take, by the time of a minimal operator"),
     Rule(cause="thread_oversubscription", threshold=0.10, find=thread_oversubscription,

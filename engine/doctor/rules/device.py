@@ -4,13 +4,16 @@ from collections.abc import Mapping
 from statistics import median
 
 from ..figures import Figures
-from .finding import Finding, at
+from .finding import Finding, at, ms
 
-__all__ = ["device_reads", "full_memory", "throttled_device", "unused_memory"]
+__all__ = ["device_reads", "full_memory", "throttled_device", "unfused_optimizer", "unused_memory"]
 
 _LIMITED_CLOCK = 0.9
 """A device at its power limit counts as throttled if its clock is below this share of the others': all devices reach
 the limit sometimes."""
+_UNFUSED_COST = 0.6
+"""Share of an unfused step that fusing saves: AdamW by foreach moves the bytes of the parameters 18 times, and in one
+kernel 7 times (parameter, gradient and two moments are read, and all but the gradient are written)."""
 _LOW_MFU = 0.3
 """Share of the peak rate below which a device may have too little work at a time."""
 
@@ -28,6 +31,26 @@ def device_reads(figures: Figures, threshold: float) -> Finding | None:
         evidence=f"training_step reads from the device {counts[rank]} times: {worst}",
         numbers={"reads": counts[rank]},
         remedy="keep it a tensor (`detach()`), and hand that to self.log, which reads when somebody looks",
+    )
+
+
+def unfused_optimizer(figures: Figures, threshold: float) -> Finding | None:
+    """The optimizer steps in many kernels, each of which reads and writes all parameters."""
+    rank = max(figures.totals, key=lambda candidate: figures.share("optimizer", candidate))
+    info, share, seconds = (
+        figures.ranks[rank],
+        figures.share("optimizer", rank),
+        figures.step_seconds("optimizer", rank),
+    )
+    if info.device == "cpu" or info.unfused_optimizer is None or share < threshold:
+        return None
+    return Finding(
+        cause="unfused_optimizer",
+        evidence=f"{info.unfused_optimizer} takes {ms(seconds)} of a step of {ms(figures.step_s)}, and would take about"
+        f" {ms((1 - _UNFUSED_COST) * seconds)} in one kernel",
+        numbers={"share": share, "seconds": seconds},
+        remedy="fused=True for the optimizer: the same update, rounded differently",
+        gain=_UNFUSED_COST * share,
     )
 
 

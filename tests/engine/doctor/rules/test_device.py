@@ -75,3 +75,17 @@ def test_a_power_limit_counts_where_others_are_quicker():
     all_hot = only(run_of(throttled(0.7, heat=10), throttled(0.7, heat=10), device="cuda"))
     assert all_hot.ranks == ()
     assert judge(run_of(throttled(0.9, heat=3), throttled(0.9), device="cuda")).findings == []
+
+
+def test_an_optimizer_of_many_kernels_has_what_it_takes_and_what_one_kernel_would():
+    steps = interval(optimizer=5.0)
+    finding = only(run_of(steps, steps, device="cuda", unfused_optimizer="AdamW by foreach"))
+    assert finding.cause == "unfused_optimizer"
+    assert "AdamW by foreach takes 5 ms of a step of 14 ms, and would take about 2 ms" in finding.evidence
+    assert finding.gain == pytest.approx(0.6 * 5 / 14)
+    for run in (
+        run_of(steps, steps, unfused_optimizer="AdamW by foreach"),
+        run_of(steps, steps, device="cuda"),
+        run_of(interval(optimizer=0.3), interval(optimizer=0.3), device="cuda", unfused_optimizer="AdamW by foreach"),
+    ):
+        assert judge(run).findings == []
