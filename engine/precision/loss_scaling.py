@@ -90,13 +90,12 @@ class LossScaler(torch.amp.GradScaler):
             super().update(new_scale)
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Checks the gradients of an optimizer; with automatic optimization, it unscales them."""
-        if self._is_manual:
-            stage = self._per_optimizer_states[id(optimizer)]["stage"]
-            if stage is OptState.UNSCALED:
-                return
-            if stage is OptState.STEPPED:  # the optimizer steps again within one `training_step`
-                super().update()
+        """Checks the gradients of an optimizer, once; with automatic optimization, it unscales them."""
+        stage = self._per_optimizer_states[id(optimizer)]["stage"]
+        if stage is OptState.UNSCALED:
+            return
+        if self._is_manual and stage is OptState.STEPPED:  # the optimizer steps again within one `training_step`
+            super().update()
         super().unscale_(optimizer)
 
     def has_overflowed(self, optimizer: Optimizer) -> bool:
@@ -150,7 +149,10 @@ def _values(gradient: Tensor) -> Tensor:
 
 
 class ScaledPrecision(MixedPrecision):
-    """Lightning's plugin; with manual optimization, its scaler unscales after each backward."""
+    """Lightning's plugin; its scaler unscales after backward for fused optimizers, too, so that they can be clipped.
+
+    With manual optimization it unscales after each backward.
+    """
 
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         """Scales the loss."""
@@ -168,15 +170,20 @@ class ScaledPrecision(MixedPrecision):
         self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         """Steps, unless the gradients overflowed."""
-        if (scaler := self._manual_scaler(model)) is None:
+        if not isinstance(scaler := self.scaler, LossScaler):
             return super().optimizer_step(optimizer, model, closure, **kwargs)
 
         def closure_and_check() -> Any:
             result = closure()
-            scaler.unscale_(optimizer)  # Lightning leaves this to fused optimizers, whose gradients are unscaled here
+            if result is not None or not model.automatic_optimization:  # else the step is skipped
+                scaler.unscale_(optimizer)  # Lightning leaves this to the step of fused optimizers
             return result
 
         return super().optimizer_step(optimizer, model, closure_and_check, **kwargs)
+
+    def clip_gradients(self, *args: Any, **kwargs: Any) -> None:
+        """Clips; Lightning's refuses to for fused optimizers, whose gradients it has not unscaled."""
+        super(MixedPrecision, self).clip_gradients(*args, **kwargs)
 
     def _manual_scaler(self, module: LightningModule) -> LossScaler | None:
         return self.scaler if isinstance(self.scaler, LossScaler) and not module.automatic_optimization else None

@@ -75,6 +75,13 @@ class LowestScale(Callback):
         assert trainer.precision_plugin.scaler.get_scale() == 2**16 / 2 ** len(OVERFLOWS)
 
 
+class Fused(Net):
+    """With a fused optimizer, which would unscale its gradients after they are clipped."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 5.0, momentum=0.5, fused=True)
+
+
 def loader(num_ranks: int = 1) -> DataLoader:
     where = torch.zeros(48, dtype=torch.bool)
     for batch in OVERFLOWS:
@@ -82,9 +89,9 @@ def loader(num_ranks: int = 1) -> DataLoader:
     return DataLoader(TensorDataset(X, Y, where), 8 // num_ranks)
 
 
-def build(block: int) -> Net:
+def build(block: int, kind: type[Net] = Net) -> Net:
     torch.manual_seed(1)
-    return Net(block)
+    return kind(block)
 
 
 def plain_loop(block: int, clip: float | None) -> dict[str, Tensor]:
@@ -105,18 +112,21 @@ def plain_loop(block: int, clip: float | None) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("flag", "num_ranks", "block", "clip"),
+    ("flag", "num_ranks", "block", "clip", "kind"),
     [
-        ("pp", 2, 0, 1e-3),
-        ("pp", 2, 3, None),
-        ("pp+ddp", 4, 0, 1e-3),
-        ("pp+fsdp", 4, 3, None),
-        ("ps", 2, 0, None),
-        ("ps", 2, 3, 1e-3),
+        ("pp", 2, 0, 1e-3, Net),
+        ("pp", 2, 3, None, Net),
+        ("pp+ddp", 4, 0, 1e-3, Net),
+        ("pp+fsdp", 4, 3, None, Net),
+        ("ps", 2, 0, None, Net),
+        ("ps", 2, 3, 1e-3, Net),
+        ("single", 1, 0, 1e-3, Fused),
+        ("ddp", 2, 3, 1e-3, Fused),
+        ("pp", 2, 3, 1e-3, Fused),
     ],
 )
-def test_an_overflow_skips_the_step_on_all_ranks(flag, num_ranks, block, clip):
-    module = build(block)
+def test_an_overflow_skips_the_step_on_all_ranks(flag, num_ranks, block, clip, kind):
+    module = build(block, kind)
     engine = Engine(
         strategy=suffixed(flag, "fork"),
         accelerator="cpu",
