@@ -5,8 +5,10 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from ..launch.process_launchers import end_group_at_exit
 from .compressing import CommHookMixin
@@ -49,6 +51,19 @@ class MeshStrategy(DistributedStrategy, CommHookMixin, ModelParallelStrategy):
         mode, closure = as_whole(optimizer, closure)
         with mode:
             return super().optimizer_step(optimizer, closure, *args, **kwargs)
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Returns all weights on rank 0, in host memory, and nothing on the others; all ranks call it."""
+        # torch: `get_model_state_dict` looks each key up as an attribute, but a module's hooks may have renamed it.
+        assert self.model is not None
+        state: dict[str, Any] = {}
+        for name, value in self.model.state_dict().items():
+            if isinstance(value, DTensor):
+                on_device: Any = value.to(self.root_device)
+                value = on_device.full_tensor()
+            if self.global_rank == 0:
+                state[name] = value.cpu() if isinstance(value, Tensor) else value
+        return state
 
     def teardown(self) -> None:
         """Restores recurrent layers: ends `never_flatten`."""

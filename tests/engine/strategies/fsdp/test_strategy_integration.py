@@ -215,6 +215,47 @@ def test_a_checkpoint_goes_on_under_every_strategy(saved_by, tmp_path):
         assert largest_difference(resumed, uninterrupted) <= 1e-5
 
 
+class Renamed(nn.Linear):
+    """Is saved under another name than that of its attribute."""
+
+    def __init__(self) -> None:
+        super().__init__(32, 32)
+        self.register_state_dict_post_hook(lambda _, state, prefix, __: rename(state, prefix, "weight", "kernel"))
+        self.register_load_state_dict_pre_hook(lambda _, state, prefix, *__: rename(state, prefix, "kernel", "weight"))
+
+
+def rename(state: dict[str, Any], prefix: str, old: str, new: str) -> None:
+    if prefix + old in state:
+        state[prefix + new] = state.pop(prefix + old)
+
+
+class RenamedMLP(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.insert(1, nn.Sequential(Renamed(), Renamed()))
+
+
+@pytest.mark.parametrize("saved_by", ["fsdp_fork", "single"])
+def test_keys_that_the_module_renames_go_on_under_every_strategy(saved_by, tmp_path):
+    def run(strategy: str, max_epochs: int, **fit_flags: Any) -> LightningModule:
+        devices = 1 if strategy == "single" else 2
+        callbacks = [SaveAtEnd(tmp_path / f"{strategy}-{max_epochs}.ckpt")]
+        engine = Engine(
+            strategy=strategy, accelerator="cpu", devices=devices, max_epochs=max_epochs, callbacks=callbacks, **QUIET
+        )
+        torch.manual_seed(1)
+        module = RenamedMLP()
+        engine.fit(module, loader("mlp", 1, devices), **fit_flags)
+        return module
+
+    run(saved_by, 1)
+    uninterrupted = run("single", 2)
+    assert "net.1.0.kernel" in uninterrupted.state_dict()
+    for strategy in ("single", "ddp_fork", "fsdp_fork"):
+        resumed = run(strategy, 2, ckpt_path=tmp_path / f"{saved_by}-1.ckpt", weights_only=True)
+        assert largest_difference(resumed.state_dict(), uninterrupted.state_dict()) <= 1e-5
+
+
 def test_inner_micro_batches_reduce_nothing(tmp_path):
     once, thrice = (counted("fsdp_fork", tmp_path, each, max_steps=2) for each in (1, 3))
     assert thrice["reduce_scatter"] == once["reduce_scatter"] == 2 * 3  # two blocks and the rest, in 2 steps
