@@ -1,10 +1,15 @@
 """Checks and times of what compression computes on the device, at the sizes of real buckets."""
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from polyphase.engine.compression import AllReduceHook, Bucket, CommHook, CountingGroup, ParamSlice, make_comm_hook
+from polyphase.engine.compression.fused import Fused
+from polyphase.engine.compression.int8 import Noise, passes_of
 from polyphase.engine.compression.powersgd import _householder
 from polyphase.engine.compression.topk import largest
 
@@ -74,7 +79,7 @@ LEAST_COSINE = {
 
 def averages() -> str:
     dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1, device_id=device.root())
-    seen = []
+    seen = [_passes_of_four_ranks()]
     for num_bytes in (2**18, 2**20) if device.smoke() else (25 * 2**20, 2**30):
         rows = 256 if device.smoke() else 4096
         shape = (rows, num_bytes // 4 // rows)
@@ -85,18 +90,73 @@ def averages() -> str:
 
 
 def _average(flag: str, shape: tuple[int, int], least: float) -> str:
+    """Time and memory of an average, by kernels that are compiled (if the method has some), and without a compiler."""
+    gradient = torch.randn(shape[0], 2, device=device.root()) @ torch.randn(2, shape[1], device=device.root())
+    flat = gradient.flatten()
+    bucket = Bucket(0, flat.clone(), (ParamSlice("weight", shape),))
+    seen, averages = [], []
+    for compiles in (True, False):
+        with (
+            _compiling(compiles),
+            torch._dynamo.config.patch(error_on_recompile=True),
+        ):  # torch: for any size, compiled once
+            hook = _begun(flag, shape)
+            for _ in range(2):  # powersgd's factors start from random ones
+                bucket.gradients.copy_(flat)
+                hook.average(bucket, hook.wire)
+            cosine = float(torch.nn.functional.cosine_similarity(bucket.gradients, flat, dim=0))
+            assert cosine >= least, f"{flag}: the average is another gradient (cosine {cosine:.3f}, expected {least})"
+            averages.append(bucket.gradients.clone())
+            peak = device.peak_of(lambda hook=hook: hook.average(bucket, hook.wire))
+            seconds = device.time_s(lambda hook=hook: hook.average(bucket, hook.wire))
+        seen.append(f"{flat.nbytes / seconds / 1e9:.1f} GB/s, peak {peak / flat.nbytes:.1f} buckets")
+        if not _compiles(hook):
+            return seen[0]
+    assert torch.equal(*averages), f"{flag}: compiled kernels have another average"
+    return f"{seen[0]} (without a compiler {seen[1]})"
+
+
+@contextlib.contextmanager
+def _compiling(compiles: bool) -> Iterator[None]:
+    was_wanted, Fused.is_wanted = Fused.is_wanted, compiles
+    try:
+        yield
+    finally:
+        Fused.is_wanted = was_wanted
+
+
+def _begun(flag: str, shape: tuple[int, int]) -> CommHook:
     hook: CommHook = make_comm_hook(flag) or AllReduceHook()
     module = nn.Module()
     module.weight = nn.Parameter(torch.empty(shape, device=device.root()))
     hook.begin(module, CountingGroup())
-    gradient = torch.randn(shape[0], 2, device=device.root()) @ torch.randn(2, shape[1], device=device.root())
-    flat = gradient.flatten()
-    bucket = Bucket(0, flat.clone(), (ParamSlice("weight", shape),))
-    for _ in range(2):  # powersgd's factors start from random ones
-        bucket.gradients.copy_(flat)
-        hook.average(bucket, hook.wire)
-    cosine = float(torch.nn.functional.cosine_similarity(bucket.gradients, flat, dim=0))
-    assert cosine >= least, f"{flag}: the average is another gradient (cosine {cosine:.3f}, expected {least})"
-    peak = device.peak_of(lambda: hook.average(bucket, hook.wire))
-    seconds = device.time_s(lambda: hook.average(bucket, hook.wire))
-    return f"{flat.nbytes / seconds / 1e9:.1f} GB/s, peak {peak / flat.nbytes:.1f} buckets"
+    return hook
+
+
+def _compiles(hook: CommHook) -> bool:
+    """Whether the method has kernels that are compiled on this device."""
+    return type(hook).prepare is not CommHook.prepare and Fused.is_possible(torch.empty(0, device=device.root()))
+
+
+def _passes_of_four_ranks() -> str:
+    """What one process can't average: messages of several ranks; bitwise equal with and without a compiler."""
+    num_ranks, passes, num_blocks = 4, passes_of(256), 250 if device.smoke() else 2**16
+    values = torch.randn(num_ranks, 256 * num_blocks, device=device.root())
+    noise = Noise(torch.arange(num_blocks, dtype=torch.int32, device=device.root()), 12345)
+    results = []
+    for compiles in (True, False):
+        with _compiling(compiles):
+            passes.compile(values, num_ranks, keeps_rest=True)
+            rest_of_ranks = values.clone()
+            sent, again = (values.new_empty(rows, 260 * num_blocks, dtype=torch.uint8) for rows in (num_ranks, 1))
+            passes.quantize(rest_of_ranks, noise, sent, keeps_rest=True)
+            rest = passes.requantize(sent, noise, again, torch.float32, keeps_rest=True)
+            average, back = passes.average(sent, torch.float32), torch.empty_like(values)
+            passes.dequantize(sent, back)
+            results.append([sent, rest_of_ranks, again, rest, average, back])
+    names = ("numbers", "errors", "numbers of the mean", "its errors", "the mean", "values")
+    if device.kind() == "cuda":
+        assert passes.is_compiled, "the kernels of int8 were not compiled: see the warning"
+    others = [name for name, *pair in zip(names, *results, strict=True) if not torch.equal(*pair)]
+    assert not others, f"int8: compiled kernels give other {', '.join(others)}"
+    return "int8 of 4 ranks: " + ("compiled, bitwise equal to eager" if passes.is_compiled else "not compiled here")

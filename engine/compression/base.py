@@ -95,6 +95,10 @@ class CommHook(ABC):
         """Writes this rank's part [n] of the average of `whole` [W n] over the ranks of `wire` to `shard`."""
         raise NotImplementedError(f"{self.name} has no reduce-scatter")
 
+    def prepare(self, like: Tensor, num_ranks: int) -> None:  # noqa: B027 (most methods have nothing to compile)
+        """Compiles what the method computes, for gradients with the dtype and device of `like`; called before training,
+        since ranks that compile in a step take different times."""
+
     def memories(self) -> dict[str, ParameterState]:
         """Returns the method's state by name. ``"residuals"`` has the values that each rank has not sent yet; all other
         state is the same on all ranks."""
@@ -133,6 +137,9 @@ class CommHook(ABC):
         self.wire = wire
         self._is_on_gpu = any(parameter.is_cuda for parameter in self._names)
         self._scaler = scaler
+        trained = next((parameter for parameter in self._names if parameter.requires_grad), None)
+        if trained is not None:
+            self.prepare(trained, wire.size)
         for memory in self.memories().values():
             # With a loss scale a step may overflow, and this is known only after all buckets are averaged.
             memory.in_two_phases = scaler is not None or self.may_repeat

@@ -5,6 +5,7 @@ residuals = all gradients + all earlier residuals.
 """
 
 from abc import abstractmethod
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -27,6 +28,9 @@ class ErrorFeedbackHook(CommHook):
             for delayed values; a tenth of a run is usual.
     """
 
+    works_in_place: ClassVar[bool] = False
+    """Whether `exchange` takes the gradients themselves as `total`, if the rest is not kept."""
+
     def __init__(self, feedback: bool = True, start: int = 0) -> None:
         super().__init__()
         self.feedback = feedback
@@ -48,7 +52,7 @@ class ErrorFeedbackHook(CommHook):
             wire.all_reduce(bucket.gradients.div_(wire.size))
             return
         if not self.feedback:
-            self.exchange(bucket.gradients.clone(), bucket, wire)
+            self.exchange(bucket.gradients if self.works_in_place else bucket.gradients.clone(), bucket, wire)
             return
         residual, total = self._residuals.values_of(bucket), self._residuals.stage(bucket)
         if not self.finds_unused:

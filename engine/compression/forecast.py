@@ -145,6 +145,7 @@ def forecast(
 def _costs(hook: CommHook, buckets: Sequence[Bucket], links: Mapping[str, Link], size: int) -> tuple[list[float], int]:
     """Returns the time of each bucket in seconds, and the number of bytes sent for all buckets."""
     hook.step = 10**9  # past any warm-up
+    hook.prepare(buckets[0].gradients, size)
     costs_s, num_bytes = [], 0
     # The state of each bucket is freed at once: it may be as large as the gradients.
     for bucket in buckets:

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from polyphase.engine import Engine
 from polyphase.engine.compression import AllReduceHook, Auto, Bucket, CountingGroup, ParamSlice, forecast
 from polyphase.engine.compression.base import CommWorker
-from polyphase.engine.compression.int8 import Noise, quantize
+from polyphase.engine.compression.int8 import Int8, Noise, passes_of
 from polyphase.engine.compression.powersgd import _orthonormal
 from tests.engine.parity import FEW_STEPS, QUIET, TOLERANCE, build, largest_difference, loader, sgd
 from tests.pairs import nightly
@@ -122,20 +122,34 @@ def _quantizes() -> None:
     numel, block = 2**24, 256
     values = torch.randn(2, numel // 2, device="sim", generator=torch.Generator("sim").manual_seed(0))
     parts = values[:, : numel // 4].contiguous(), values[:, numel // 4 :].contiguous()
-    starts = torch.arange(numel // 2 // block, device="sim") % 8
-    rows = torch.rand(8, block, device="sim", generator=torch.Generator("sim").manual_seed(1))
+    indices, passes = torch.arange(numel // 2 // block, dtype=torch.int32, device="sim"), passes_of(block)
     packed = torch.empty(2, numel // 2 // block * (block + 4), dtype=torch.uint8, device="sim")
     torch.sim.reset_peak_memory_stats()
     before = torch.sim.memory_allocated()
-    quantize(values, Noise(rows, starts), packed)
+    passes.quantize(values, Noise(indices, 1), packed, keeps_rest=True)
     assert torch.sim.max_memory_allocated() - before < values.nbytes
     # And the numbers are those of its parts.
     for number, part in enumerate(parts):
         some = torch.empty(2, packed.size(1) // 2, dtype=torch.uint8, device="sim")
         place = slice(number * numel // 4, (number + 1) * numel // 4)
-        quantize(part, Noise(rows, starts.chunk(2)[number]), some)
+        passes.quantize(part, Noise(indices.chunk(2)[number], 1), some, keeps_rest=True)
         assert torch.equal(part, values[:, place])
         assert torch.equal(some[:, : numel // 4], packed[:, place])
+
+
+def test_int8_needs_less_than_two_buckets_of_memory():
+    in_a_child(_averages_in_place)
+
+
+def _averages_in_place() -> None:
+    dist.init_process_group("simccl", rank=0, world_size=1, store=dist.HashStore())
+    hook, gradients = Int8(), torch.randn(2**24, device="sim")
+    wire, bucket = CountingGroup(), Bucket(0, gradients, (ParamSlice("a", (2**12, 2**12)),))
+    hook.average(bucket, wire)
+    torch.sim.reset_peak_memory_stats()
+    before = torch.sim.memory_allocated()
+    hook.average(bucket, wire)
+    assert torch.sim.max_memory_allocated() - before < 2 * gradients.nbytes
 
 
 def test_powersgd_computes_with_all_matrices_of_a_shape_at_once():
