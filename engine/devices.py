@@ -7,7 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["capacity_bytes", "in_use", "module_of", "multiply", "peak_bytes", "reset_peak", "wait_for"]
+__all__ = [
+    "allocated_bytes",
+    "capacity_bytes",
+    "in_use",
+    "module_of",
+    "multiply",
+    "peak_bytes",
+    "reset_peak",
+    "wait_for",
+]
 
 
 def module_of(device: torch.device) -> Any:
@@ -41,6 +50,12 @@ def peak_bytes(device: torch.device) -> int | None:
     """The peak of allocated memory on `device` since `reset_peak`; None if torch does not count it."""
     module = module_of(device)
     return module.max_memory_allocated(device) if hasattr(module, "max_memory_allocated") else None
+
+
+def allocated_bytes(device: torch.device) -> int:
+    """The memory that tensors have on `device`; 0 if torch does not count it."""
+    module = module_of(device)
+    return module.memory_allocated(device) if hasattr(module, "memory_allocated") else 0
 
 
 def capacity_bytes(device: torch.device) -> int | None:

@@ -48,6 +48,7 @@ class FitLoop(_FitLoop):
             super().run()
         finally:
             steering.end_run()
+            self.epoch_loop.garbage.end_run()  # type: ignore[attr-defined]
 
     def on_run_start(self) -> None:
         """Resets the counts of losses; called before the first epoch."""

@@ -231,6 +231,8 @@ class FlatEpoch:
             loop._save_loggers_on_train_batch_end()
         if ends_window:
             loop.end_step(loop.automatic_optimization.num_steps)
+        if progress.total.ready >= loop.garbage.due:
+            loop.garbage.collect(progress.total.ready)
         return True
 
     def _may_validate(self) -> bool:
@@ -252,7 +254,8 @@ class FlatEpoch:
         trainer.validating = True
         if ends_window:
             self._hooks.in_hook("on_validation_model_zero_grad", trainer.lightning_module.on_validation_model_zero_grad)
-        loop.val_loop.run()
+        with loop.garbage.automatic():
+            loop.val_loop.run()
         trainer.training = True
         loop.rng_state_before_validation = None
         connector._first_loop_iter = first_loop_iter

@@ -23,6 +23,7 @@ from .averaged_gradients import AveragedGradients
 from .evaluation import EvaluationLoop
 from .first_steps import FirstSteps
 from .flat_epoch import FlatEpoch
+from .garbage import GarbageCollection
 from .log import attach_log, detach_log
 from .manual_optimization import ManualOptimization
 from .optimization import AutomaticOptimization
@@ -55,6 +56,7 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
         super().__init__(trainer, min_steps, max_steps)
         self.automatic_optimization = AutomaticOptimization(trainer, watch)
         self.buffer_check = _BufferCheck(trainer)
+        self.garbage = GarbageCollection()
         self.manual_optimization = ManualOptimization(trainer, self.automatic_optimization.loss_weighting)
         self.val_loop = EvaluationLoop(
             trainer, TrainerFn.FITTING, RunningStage.VALIDATING, verbose=False, inference_mode=False
@@ -91,8 +93,9 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
         epoch = FlatEpoch(self, data_fetcher)
         try:
             if self._advance_resumed(data_fetcher):
-                while not epoch.is_done() and epoch.advance():
-                    pass
+                with self.garbage.at_same_batches(trainer.strategy.root_device):
+                    while not epoch.is_done() and epoch.advance():
+                        pass
         finally:
             trainer.heartbeat.phase = "train"
             epoch.close()

@@ -89,24 +89,27 @@ class Transfer:
 
     def _copy(self, batch: Any) -> Any:
         """Returns the batch with its plain tensors on the device; the hooks handle all other values."""
-        module, copies = module_of(self._device), []
-
-        def copied(item: Any) -> Any:
-            kind = type(item)
-            if kind is Tensor and item.device.type == "cpu" and item.layout is torch.strided and not item.requires_grad:
-                copies.append(item.to(self._device, non_blocking=True))
-                return copies[-1]
-            if kind is dict:
-                return {key: copied(value) for key, value in item.items()}
-            return kind(map(copied, item)) if kind is list or kind is tuple else item
-
+        module = module_of(self._device)
+        copies: list[Tensor] = []
         with module.stream(self._stream):
-            batch = copied(batch)
+            batch = _copied(batch, self._device, copies)
         compute_stream = module.current_stream(self._device)
         compute_stream.wait_stream(self._stream)
         for copy in copies:
             copy.record_stream(compute_stream)  # otherwise its memory would go back to the copying stream too early
         return batch
+
+
+def _copied(item: Any, device: torch.device, copies: list[Tensor]) -> Any:
+    """Returns a part of a batch on the device, and adds its tensors to `copies`."""
+    # No nested function: one that calls itself is a reference cycle, and keeps the batch until garbage is collected.
+    kind = type(item)
+    if kind is Tensor and item.device.type == "cpu" and item.layout is torch.strided and not item.requires_grad:
+        copies.append(item.to(device, non_blocking=True))
+        return copies[-1]
+    if kind is dict:
+        return {key: _copied(value, device, copies) for key, value in item.items()}
+    return kind(_copied(value, device, copies) for value in item) if kind is list or kind is tuple else item
 
 
 @functools.cache
