@@ -12,6 +12,7 @@ Stochastic rounding: Alistarh et al. 2017, arXiv:1610.02132.
 import functools
 import itertools
 from collections.abc import Sequence
+from operator import index
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -206,7 +207,7 @@ class Int8(ErrorFeedbackHook):
         blocks = torch.arange(padded.size(1) // self.block, dtype=torch.int32, device=whole.device)
         payload = padded.new_empty(wire.size, blocks.numel() * (self.block + 4), dtype=torch.uint8)
         passes.quantize(padded, Noise(blocks, self._seed(wire.rank)), payload, False)
-        shard.copy_(passes.average(wire.all_to_all(payload), accumulation_dtype(shard.dtype))[0, :n])
+        shard.copy_(passes.average(wire.all_to_all(payload), accumulation_dtype(shard.dtype))[:n])
 
     def _seed(self, stream: int) -> int:
         """The noise depends only on the step and the rank, so a resumed run draws the same."""
@@ -222,21 +223,25 @@ class _Passes:
     def __init__(self, block: int) -> None:
         self.block = block
 
-        # Closures: the compiler takes an argument for any number, and a block of known size is read once.
+        # `index` has the compiler take the size of a block as it is, else as an argument: a known size is read once.
         def mean(numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-            """Returns the mean of the rows [1, n], added in the order of the ranks."""
-            by_rank = numbers.unflatten(1, (-1, block)).unbind()
+            """Returns the mean of the rows [n / block, block], added in the order of the ranks."""
+            by_rank = numbers.unflatten(1, (-1, index(block))).unbind()
             shares = (scales.to(dtype) * (1 / len(by_rank))).unsqueeze(2).unbind()
             total = by_rank[0].to(dtype) * shares[0]
             for of_rank, share in zip(by_rank[1:], shares[1:], strict=True):
                 total.addcmul_(of_rank.to(dtype), share)
-            return total.view(1, -1)
+            return total
 
         def quantize(
             values: Tensor, indices: Tensor, seed: int, table: Tensor, numbers: Tensor, keeps_rest: bool
         ) -> Tensor:
             """Writes the numbers, and the rounding errors to `values` if `keeps_rest`; returns the scales."""
-            blocks = values.unflatten(1, (-1, block))
+            return quantize_blocks(values.unflatten(1, (-1, index(block))), indices, seed, table, numbers, keeps_rest)
+
+        def quantize_blocks(
+            blocks: Tensor, indices: Tensor, seed: int, table: Tensor, numbers: Tensor, keeps_rest: bool
+        ) -> Tensor:
             singles = blocks.float()
             # Slightly more than the largest value, so that no sum with the noise is rounded up to 128.
             scales = singles.abs().amax(2, keepdim=True) * ((1 + 1e-5) / _LARGEST)
@@ -261,14 +266,14 @@ class _Passes:
         ) -> Tensor:
             """Writes the numbers of the mean, and its rounding errors to `rest`; returns the scales."""
             average = mean(numbers, scales, dtype)
-            out_scales = quantize(average, indices, seed, table, out, rest is not None)
+            out_scales = quantize_blocks(average.unsqueeze(0), indices, seed, table, out, rest is not None)
             if rest is not None:
-                rest.copy_(average)
+                rest.unflatten(1, (-1, block)).copy_(average)
             return out_scales
 
         def dequantize(values: Tensor, numbers: Tensor, scales: Tensor) -> None:
             values.copy_(numbers)
-            values.unflatten(1, (-1, block)).mul_(scales.unsqueeze(2))
+            values.unflatten(1, (-1, index(block))).mul_(scales.unsqueeze(2))
 
         self._mean, self._quantize = Fused(mean), Fused(quantize)
         self._requantize, self._dequantize = Fused(requantize), Fused(dequantize)
@@ -328,8 +333,8 @@ class _Passes:
         return rest
 
     def average(self, received: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns the mean of the rows of bytes, [1, n]."""
-        return self._mean(*self._views(received), dtype)
+        """Returns the mean of the rows of bytes, [n]."""
+        return self._mean(*self._views(received), dtype).view(-1)
 
     def dequantize(self, message: Tensor, values: Tensor) -> None:
         """Reverses `quantize` up to the rounding; writes to `values` [rows, n]."""
