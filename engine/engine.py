@@ -303,9 +303,7 @@ class Engine(TrainerBase):
 
     def _save_memory(self, config: EngineConfig, *, compiles: bool) -> None:
         callbacks: list[Callback] = self.callbacks  # type: ignore[attr-defined]
-        self._recomputes = check_recompute(
-            self.strategy, self._parts.options, config.activation_checkpointing, compiles=compiles
-        )
+        self._recomputes = check_recompute(self.strategy, self._parts.options, config.activation_checkpointing)
         if self._recomputes != "none":
             callbacks.insert(0, RecomputeBlocks(self._recomputes))
         if choose_offload(self.strategy, config.offload, compiles=compiles):

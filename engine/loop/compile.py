@@ -82,7 +82,7 @@ class CompileSteps(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Replaces the module's steps by compiled ones; a strategy with units compiles the units instead."""
         strategy = adapt(trainer.strategy)
-        backend = _Backend(self.mode, dist.is_initialized() and trainer.world_size > 1, trainer)
+        backend = _Backend(self.mode, dist.is_initialized() and trainer.world_size > 1, trainer, strategy)
         strategy.compile = functools.partial(torch.compile, backend=backend)
         for name in _STEPS:
             step = overridden(pl_module, LightningModule, name)
@@ -144,8 +144,9 @@ class _Compiled:
 class _Backend(torch._TorchCompileInductorWrapper):  # torch: `torch.compile(mode=...)` uses it for "inductor"
     """Inductor, which compiles first in one process of a node, and reports graph breaks."""
 
-    def __init__(self, mode: str, is_shared: bool, trainer: Trainer) -> None:
+    def __init__(self, mode: str, is_shared: bool, trainer: Trainer, strategy: EngineStrategy) -> None:
         super().__init__(mode, None, None)
+        self._strategy = strategy
         self._num_graphs = 0
         self._is_first = trainer.local_rank == 0
         self._reports = trainer.is_global_zero
@@ -158,16 +159,20 @@ class _Backend(torch._TorchCompileInductorWrapper):  # torch: `torch.compile(mod
 
     def __call__(self, model_: Any, inputs_: Any, **kwargs: Any) -> Any:
         self._report(model_)
+        self._strategy.check_graph(model_)
         key = str(self._num_graphs)
         self._num_graphs += 1
         if self._store is not None and not self._is_first:
             self._wait(self._store, key)
         # Compile the backward graph together with the forward graph, so that the first process compiles both.
         with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
-            compiled = super().__call__(model_, inputs_, **kwargs)
+            compiled = self._compile_graph(model_, inputs_, **kwargs)
         if self._store is not None and self._is_first:
             self._store.set(key, "1")
         return compiled
+
+    def _compile_graph(self, graph: Any, inputs: Any, **kwargs: Any) -> Any:
+        return super().__call__(graph, inputs, **kwargs)
 
     def _wait(self, store: dist.Store, key: str) -> None:
         deadline = time.monotonic() + _TIMEOUT_S

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback
 from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, SingleDeviceStrategy, Strategy
 from torch import Tensor, nn
+from torch.fx import GraphModule
 
 from ..distributed.object_group import WORLD, ObjectGroup
 from ..flags import Layout
@@ -59,6 +60,10 @@ class EngineStrategy:
     """Compiles a function; None for no compilation."""
     compiles_units = False
     """Whether units are compiled rather than whole steps; known once the module is set up."""
+
+    def check_graph(self, graph: GraphModule) -> None:
+        """Called with each graph before it is compiled; raises RuntimeError if it would compute something else."""
+
     recompute: Callable[[nn.Module], None] | None = None
     """Makes a block recompute its activations in backward; None: no block does."""
 

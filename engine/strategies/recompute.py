@@ -106,14 +106,13 @@ def kept_operators(module: nn.Module) -> frozenset[Any]:
     return frozenset(kept)
 
 
-def check_recompute(strategy: Strategy, options: Any, kind: str, *, compiles: bool) -> str:
+def check_recompute(strategy: Strategy, options: Any, kind: str) -> str:
     """The kind of activation checkpointing, from the flag and the option of some strategies.
 
     Args:
         strategy: the one that trains; on one device it may be another than that of the flag.
         options: those of the flag's strategy.
         kind: the flag.
-        compiles: whether the steps are compiled.
 
     Raises:
         ValueError: the flag and the option differ, or the strategy does not support this kind.
@@ -136,12 +135,6 @@ def check_recompute(strategy: Strategy, options: Any, kind: str, *, compiles: bo
         raise ValueError(
             f"activation_checkpointing can't be done under Lightning's own {type(strategy).__name__}: give that one an"
             " argument of its own, or choose a strategy by a flag such as 'fsdp'."
-        )
-    if kind == "selective" and compiles:
-        raise ValueError(
-            "activation_checkpointing='selective' can't be done with compile, whose graphs torch can't check for"
-            " operators that write over what is kept, and which computes cheap operators again by itself: choose"
-            " 'full', or leave one of them out."
         )
     if kind == "selective" and getattr(options, "schedule", None) == "zero-bubble":
         raise ValueError(
@@ -173,17 +166,20 @@ class Recomputed:
         self.block_name = type(block).__name__
         self._block, self._own, self._kind = block, block.__dict__.get("forward"), kind
         self._forward: Callable[..., Any] = block.forward
-        functools.update_wrapper(self, self._forward)
+        functools.update_wrapper(self, self._forward, updated=())
         selective = functools.partial(create_selective_checkpoint_contexts, functools.partial(_policy, kept))
         self._options: dict[str, Any] = _SEEN_BY_HOOKS if kind == "selective" else {}
         self._contexts = selective if kind == "selective" else noop_context_fn
+        # torch: the name by which the graphs of two runs, and of two processes, are the same in its cache.
+        vars(selective)["cache_hash"] = str(sorted(map(str, kept)))
+        self._options_in_graph: dict[str, Any] = {"context_fn": selective} if kind == "selective" else {}
         block.__dict__["forward"] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the block's own forward, under `checkpoint` if a backward follows."""
         is_wanted = self.is_on and torch.is_grad_enabled()
         if is_wanted and torch.compiler.is_compiling():  # the trial run, which reads everything that the block writes
-            return checkpoint(self._forward, *args, use_reentrant=False, **kwargs)
+            return checkpoint(self._forward, *args, use_reentrant=False, **self._options_in_graph, **kwargs)
         self.was_called = True
         if not is_wanted:
             return self._forward(*args, **kwargs)

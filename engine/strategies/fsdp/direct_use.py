@@ -25,13 +25,19 @@ _COMMON = frozenset({*dir(Tensor), *dir(nn.Module)})
 """Names that are usually methods of tensors, not of the user's modules: `x.to(...)`."""
 _HARMLESS = frozenset({"device", "dtype", "shape", "ndim", "size", "dim", "numel", "requires_grad", "is_cuda"})
 
+_OF_ALL_WEIGHTS = frozenset({"parameters", "named_parameters", "get_parameter", "state_dict", "_parameters"})
 
-def weights_used_in(module: nn.Module) -> set[str]:
+
+def weights_used_in(module: nn.Module, *, strictly: bool = False) -> set[str]:
     """The attributes whose `weight` or `bias` is used by `module` in any forward or step: ``{"head"}``.
 
     Called functions are followed if a name identifies them. A module's own weight (`self.weight`) does not count.
+
+    Args:
+        module: any module; FSDP2 may have replaced the classes of its parts.
+        strictly: whether to read a weight's dtype counts, and to go through all parameters.
     """
-    classes = {type(submodule) for submodule in module.modules() if not _is_foreign(type(submodule))}
+    classes = {kind for submodule in module.modules() for kind in type(submodule).__mro__ if not _is_foreign(kind)}
     waiting = [getattr(kind, entry, None) for kind in classes for entry in _ENTRIES]
     seen: set[types.CodeType] = set()
     attributes: set[str] = set()
@@ -44,7 +50,7 @@ def weights_used_in(module: nn.Module) -> set[str]:
         tree = _parsed(function)
         if tree is None:
             return {ANY}
-        attributes |= set(_layers(tree))
+        attributes |= set(_layers(tree, strictly))
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and node.attr not in _COMMON:
                 waiting += [getattr(kind, node.attr, None) for kind in classes]
@@ -64,9 +70,12 @@ def _parsed(function: types.FunctionType) -> ast.AST | None:
         return None
 
 
-def _layers(tree: ast.AST) -> Iterator[str]:
-    harmless = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Attribute) and n.attr in _HARMLESS}
+def _layers(tree: ast.AST, strictly: bool) -> Iterator[str]:
+    names = _HARMLESS - {"dtype"} if strictly else _HARMLESS
+    harmless = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Attribute) and n.attr in names}
     for node in ast.walk(tree):
+        if strictly and isinstance(node, ast.Attribute) and node.attr in _OF_ALL_WEIGHTS:
+            yield ANY
         if isinstance(node, ast.Attribute) and node.attr in _WEIGHTS and id(node) not in harmless:
             if isinstance(node.value, ast.Attribute):
                 yield node.value.attr

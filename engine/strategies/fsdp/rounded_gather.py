@@ -9,22 +9,31 @@ are float32 and have the same values.
 Any other operation on a `Rounded` (its norm, a layer that is called outside of autocast) computes with the float32
 values. They are gathered for that operation only: one more all-gather of 4 P (S-1)/S bytes for P values and S shards,
 which blocks. It is checked and counted like the unit's own all-gather.
+
+A compiled block gets plain 16-bit tensors, as with FSDP2's `MixedPrecisionPolicy`, whose gradients are float32. Its
+graph can't gather float32 values, so a weight that some code of the module may use in another way is gathered in
+float32, and a graph that nevertheless uses one so is refused.
 """
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.fx import GraphModule, Node
 from torch.nn import functional
 
 # torch: its own tensor subclasses map their arguments with it; torch.utils.pytree has no map by type.
 from ..._compat.torch import tree_map_only
+from ..compiled_block import CompiledBlock
+from .direct_use import ANY, weights_used_in
 
-__all__ = ["Rounded", "gather_rounded"]
+__all__ = ["Rounded", "check_uses", "gather_rounded"]
 
 _LINEAR = (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -142,7 +151,9 @@ def _views(base: Rounded, func: Any, args: Any, kwargs: Any) -> Any:
     return [Rounded(part, functools.partial(view, index), base.parameter_name) for index, part in enumerate(values)]
 
 
-def gather_rounded(model: nn.Module, dtype: torch.dtype | None) -> None:
+def gather_rounded(
+    model: nn.Module, dtype: torch.dtype | None, compiled: Mapping[nn.Module, CompiledBlock] | None = None
+) -> None:
     """Makes all blocks of `model` gather in `dtype` the weights that autocast would cast to it; None: gather in
     float32.
 
@@ -151,22 +162,45 @@ def gather_rounded(model: nn.Module, dtype: torch.dtype | None) -> None:
     Args:
         model: sharded by `fully_shard`; no block is running.
         dtype: dtype of autocast.
+        compiled: the blocks that are compiled.
     """
+    compiled = compiled or {}
+    used = weights_used_in(model, strictly=True) if compiled and dtype is not None else set()
+    if ANY in used:
+        rank_zero_info(
+            "compile: the weights of compiled blocks are gathered in float32, since code of"
+            f" {_class_of(model).__name__} may use them without calling their layers."
+        )
+    named = model.named_modules(remove_duplicate=False)
+    uses = {layer for name, layer in named if not used.isdisjoint({ANY, name.rpartition(".")[2]})}
     for unit in model.modules():
         if isinstance(unit, FSDPModule) and unit is not model:
             unit.reshard()
+            block = compiled.get(unit)
+            rounded: list[tuple[Any, Any]] = []
             # torch: FSDPState._fsdp_param_groups, FSDPParamGroup.fsdp_params
             for group in unit._get_fsdp_state()._fsdp_param_groups:
                 for parameter in group.fsdp_params:
-                    _gather_as(dtype if _is_cast_everywhere(parameter) else None, parameter, group)
+                    is_used = block is not None and (block.is_hooked or any(m in uses for m, _ in _holders(parameter)))
+                    is_cast = dtype is not None and _is_cast_everywhere(parameter) and not is_used
+                    _gather_as(dtype if is_cast else None, parameter, group, is_plain=block is not None)
+                    rounded += [(parameter, group)] if is_cast else []
+            if block is not None:
+                block.as_written = (
+                    functools.partial(_outside_of_autocast, dtype, rounded) if dtype and rounded else None
+                )
+
+
+def _holders(parameter: Any) -> list[tuple[nn.Module, str]]:
+    # torch: FSDPParam._module_info, the holders of a parameter and its name in each
+    info = parameter._module_info
+    return [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
 
 
 def _is_cast_everywhere(parameter: Any) -> bool:
-    # torch: FSDPParam._module_info, the holders of a parameter and its name in each; is_dtensor, of tensor parallelism
-    info = parameter._module_info
-    holders = [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
+    # torch: FSDPParam.is_dtensor, of tensor parallelism
     is_float32 = parameter.sharded_param.dtype == torch.float32 and not parameter.is_dtensor
-    return is_float32 and all(name in _CAST.get(_class_of(module), ()) for module, name in holders)
+    return is_float32 and all(name in _CAST.get(_class_of(module), ()) for module, name in _holders(parameter))
 
 
 def _class_of(module: nn.Module) -> type[nn.Module]:
@@ -174,11 +208,12 @@ def _class_of(module: nn.Module) -> type[nn.Module]:
     return type(module).__bases__[1] if isinstance(module, FSDPModule) else type(module)
 
 
-def _gather_as(dtype: torch.dtype | None, parameter: Any, group: Any) -> None:
+def _gather_as(dtype: torch.dtype | None, parameter: Any, group: Any, *, is_plain: bool) -> None:
     # torch: FSDPParam.param_dtype, init_dtype_attrs, init_unsharded_param, _unsharded_param, all_gather_outputs,
     # _param_fqn, mp_policy
-    if getattr(parameter, "param_dtype", None) == dtype:
+    if (getattr(parameter, "param_dtype", None), vars(parameter).get("is_plain", False)) == (dtype, is_plain):
         return
+    parameter.is_plain = is_plain
     kind = type(parameter)
     policy = parameter.mp_policy if dtype is None else MixedPrecisionPolicy(param_dtype=dtype)
     # Memory into which an earlier run has gathered.
@@ -192,7 +227,11 @@ def _gather_as(dtype: torch.dtype | None, parameter: Any, group: Any) -> None:
     def init_unsharded_param() -> None:
         is_new = not hasattr(parameter, "_unsharded_param")
         kind.init_unsharded_param(parameter)
-        if is_new and dtype is not None:
+        if is_new and dtype is not None and is_plain:
+            parameter._unsharded_param.grad_dtype = (
+                torch.float32
+            )  # in which autograd adds them up, and FSDP2 sends them
+        elif is_new and dtype is not None:
             whole = functools.partial(_gather_whole, parameter, group)
             rounded = Rounded(parameter._unsharded_param.detach(), whole, parameter._param_fqn)
             parameter._unsharded_param = nn.Parameter(rounded, parameter.sharded_param.requires_grad)
@@ -214,3 +253,93 @@ def _gather_whole(parameter: Any, group: Any) -> Tensor:
         gather(output_tensor=all_shards, input_tensor=shard, group=ranks)
         shard = all_shards
     return shard.as_strided(parameter._orig_size, parameter._contiguous_orig_stride)
+
+
+# --- compiled blocks
+
+
+def _outside_of_autocast(dtype: torch.dtype, rounded: list[tuple[Any, Any]]) -> AbstractContextManager[None] | None:
+    """The context of a compiled block's own code if it is called outside of autocast, which its graph relies on."""
+    kind = rounded[0][0].device.type
+    if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == dtype:
+        return None
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{_class_of(rounded[0][1].modules[0]).__name__} is called outside of autocast and with gradients, but"
+            f" under fsdp, mixed precision and compile its weights are gathered in {dtype}: call it in"
+            " `training_step`, in `with torch.autocast(...)`, in `with torch.no_grad()`, or leave out compile."
+        )
+    return _in_float32(rounded)
+
+
+@contextmanager
+def _in_float32(rounded: list[tuple[Any, Any]]) -> Iterator[None]:
+    for parameter, group in rounded:
+        whole = functools.partial(_gather_whole, parameter, group)
+        values = Rounded(parameter._unsharded_param.detach(), whole, parameter._param_fqn)
+        _put(parameter, nn.Parameter(values, requires_grad=False))
+    try:
+        yield
+    finally:
+        for parameter, _ in rounded:
+            _put(parameter, parameter._unsharded_param)
+
+
+def _put(parameter: Any, value: nn.Parameter) -> None:
+    for holder, name in _holders(parameter):
+        holder._parameters[name] = value  # torch: Module._parameters
+
+
+def check_uses(graph: GraphModule, model: nn.Module) -> None:
+    """Checks that a graph uses the 16-bit weights of compiled blocks as their layers do.
+
+    Args:
+        graph: made by dynamo.
+        model: sharded by `fully_shard`.
+
+    Raises:
+        RuntimeError: another operation uses one.
+    """
+    units = [unit for unit in model.modules() if isinstance(unit, FSDPModule)]
+    parameters = [p for unit in units for group in unit._get_fsdp_state()._fsdp_param_groups for p in group.fsdp_params]
+    # torch: FSDPParam.param_dtype
+    rounded = {id(getattr(p, "_unsharded_param", None)): p for p in parameters if p.param_dtype is not None}
+    for node in graph.graph.find_nodes(op="placeholder"):
+        argument = node.meta.get("grapharg")  # torch: what dynamo's graph is called with
+        parameter = rounded.get(id(argument.example)) if argument is not None and argument.is_tensor else None
+        other = None if parameter is None else _other_use(graph, node)
+        if parameter is not None and other is not None:
+            raise RuntimeError(
+                f"{other.stack_trace or other.target}: this uses {parameter._param_fqn!r} without its layer, which"
+                f" under fsdp, mixed precision and compile is gathered in {parameter.param_dtype}: leave out compile,"
+                " or choose strategy='ddp'."
+            )
+
+
+_LAYERS = {
+    functional.linear,
+    functional.conv1d,
+    functional.conv2d,
+    functional.conv3d,
+    functional.conv_transpose1d,
+    functional.conv_transpose2d,
+    functional.conv_transpose3d,
+    functional.multi_head_attention_forward,
+}
+"""What the layers of `_CAST` are in a graph; the first argument is the layer's input."""
+
+
+def _other_use(graph: Any, value: Node) -> Node | None:
+    """The first node that uses a weight in another way than as the weight or bias of a layer."""
+    for node in value.users:
+        other: Node | None = node
+        if node.target in _LAYERS:
+            other = node if node.args[0] is value else None
+        elif node.target is torch.ops.higher_order.tag_activation_checkpoint:
+            body, *arguments = node.args
+            inner: Any = getattr(graph, body.target)  # type: ignore[arg-type, union-attr]
+            places = zip(inner.graph.find_nodes(op="placeholder"), arguments, strict=True)
+            other = next(filter(None, (_other_use(inner, place) for place, given in places if given is value)), None)
+        if other is not None:
+            return other
+    return None

@@ -29,6 +29,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.tensor import DTensor, Shard
+from torch.fx import GraphModule
 
 from ...compression import AllReduceHook, CommHook, CountingGroup
 from ...compression.int8 import Int8
@@ -37,6 +38,7 @@ from ...flags import Layout
 from ...initialization.materialize import check_shapes, materialize
 from ...initialization.stored_weights import read_stored
 from ...precision.plugins import autocast_dtype
+from ..compiled_block import CompiledBlock
 from ..layout import share_random_state
 from ..mesh import MeshStrategy
 from ..options import FSDPOptions, HSDPOptions
@@ -55,7 +57,7 @@ from .comm import (
 )
 from .handed_arguments import hand_over_arguments
 from .kept_whole import KeptWhole, kept_whole, refuse_fused
-from .rounded_gather import gather_rounded
+from .rounded_gather import check_uses, gather_rounded
 from .second_backward import SecondBackward
 from .shard_checks import check_callbacks, check_loss, check_tensor_parallel, explained
 from .unit_order import watch_units
@@ -100,6 +102,7 @@ class FSDP(UnitSteps):
         self._wires: list[CountingGroup] = []
         self._replica_averages: list[ReplicaAverage] = []
         self._kept_whole: KeptWhole | None = None
+        self._compiled: dict[nn.Module, CompiledBlock] = {}
         if isinstance(comm_hook, Int8) and comm_hook.feedback and not self._compresses_replicas:
             raise ValueError(
                 "strategy 'fsdp' can't do int8:feedback=true: each rank would have to keep the unsent residual of"
@@ -217,10 +220,11 @@ class FSDP(UnitSteps):
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if isinstance(self.model, FSDPModule):
-            # Compiled units take plain tensors. A manual step with several optimizer steps continues to use the casts
-            # that autocast made before them, as in one process: their memory must not be filled with later weights.
-            is_rounded = self.compile is None and self.layout.tp == 1 and not optimizes_by_hand(self.model)
-            gather_rounded(self.model, autocast_dtype(self.precision_plugin) if is_rounded else None)
+            # A manual step with several optimizer steps continues to use the casts that autocast made before them, as
+            # in one process: their memory must not be filled with later weights.
+            is_rounded = self.layout.tp == 1 and not optimizes_by_hand(self.model)
+            dtype = autocast_dtype(self.precision_plugin) if is_rounded else None
+            gather_rounded(self.model, dtype, self._compiled)
             attach_to_gathered(self.model)
         if fitting:
             self._hook_units()
@@ -249,6 +253,11 @@ class FSDP(UnitSteps):
         give_back_numbers()
         forget_data()
         super().teardown()
+
+    def check_graph(self, graph: GraphModule) -> None:
+        """See `EngineStrategy`."""
+        if isinstance(self.model, FSDPModule):
+            check_uses(graph, self.model)
 
     @property
     def place_in_units(self) -> dict[str, Any] | None:
@@ -298,7 +307,7 @@ class FSDP(UnitSteps):
             if submodule in recomputed and self.recompute is not None:
                 self.recompute(submodule)
             if submodule in blocks and self.compile is not None:
-                submodule.forward = self.compile(submodule.forward)
+                self._compiled[submodule] = CompiledBlock(submodule, self.compile)
             if is_unit:
                 with replacements.within(submodule):
                     self._fully_shard(submodule, is_kept=submodule in kept)

@@ -4,9 +4,13 @@ import logging
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.data import DataLoader, TensorDataset
+
+from polyphase.engine.loop import compile
 
 from ..tiny import engine
 
@@ -215,3 +219,71 @@ def test_blocks_that_are_computed_again_drop_the_same_and_split_no_graph(said):
     assert len(set(module.found)) == 12
     assert [gate.norm.num_batches_tracked.item() for gate in module.net] == [12] * 3
     assert said() == []
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """Counts the graphs that are compiled, without a compiler of C++."""
+    compiled = CompileCounterWithBackend("aot_eager_decomp_partition")
+    monkeypatch.setattr(compile._Backend, "_compile_graph", lambda self, graph, inputs: compiled(graph, inputs))
+    return compiled
+
+
+class Wide(nn.Module):
+    """Its activation function writes over the output of a matrix product, and others are cheap to compute."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.relu, self.down = nn.Linear(4, 16), nn.ReLU(inplace=True), nn.Linear(16, 4)
+
+    def forward(self, x):
+        return x + self.down(self.relu(self.up(x)).sin().cos())
+
+
+class Deep(Net):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Wide() for _ in range(3))
+
+    def training_step(self, batch, batch_idx):
+        x = batch[0].repeat(2, 1)  # a shape that no weight has
+        for block in self.blocks:
+            x = block(x)
+        return self.net(x).pow(2).mean()
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val", self.training_step(batch, batch_idx))
+
+
+class Saved(Callback):
+    """The sizes of what a step of training keeps for backward."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.shapes = []
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(self.keep, lambda tensor: tensor)
+        self.hooks.__enter__()
+
+    def on_before_backward(self, trainer, pl_module, loss):
+        self.hooks.__exit__()
+
+    def keep(self, tensor):
+        self.shapes.append(tuple(tensor.shape))
+        return tensor
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("strategy", ["single", "fsdp"])
+def test_what_graphs_compute_again(strategy, precision, graphs, request):
+    request.addfinalizer(lambda: dist.is_initialized() and dist.destroy_process_group())
+    flags = {"strategy": strategy, "precision": precision, "limit_val_batches": 0}
+    expected, num_wide = Deep(), {}
+    run(expected, **flags)
+    for kind in ("none", "full", "selective"):
+        module, saved = Deep(), Saved()
+        run(module, compile=True, activation_checkpointing=kind, callbacks=[saved], **flags)
+        torch.testing.assert_close(module.state_dict(), expected.state_dict(), rtol=0, atol=1e-6)
+        num_wide[kind] = saved.shapes.count((8, 16))
+    # "selective" keeps the output of the first product of each block, and "full" nothing inside of a block.
+    assert num_wide["full"] == 0
+    assert num_wide["selective"] == 3 < num_wide["none"]
+    assert not torch._dynamo.utils.counters["graph_break"]

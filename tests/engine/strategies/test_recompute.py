@@ -306,10 +306,9 @@ def test_blocks_that_are_never_called_are_an_error():
             {"strategy": lightnings.ModelParallelStrategy(), "activation_checkpointing": "full"},
             "Lightning's own ModelParallelStrategy",
         ),
-        ({"compile": True, "activation_checkpointing": "selective"}, "can't be done with compile"),
         ({"activation_checkpointing": "some"}, "full"),
     ],
-    ids=["option", "zero-bubble", "lightning", "compile", "unknown"],
+    ids=["option", "zero-bubble", "lightning", "unknown"],
 )
 def test_what_cannot_be_done_is_refused(flags, said):
     with pytest.raises(RefusedError, match=said):
@@ -318,4 +317,4 @@ def test_what_cannot_be_done_is_refused(flags, said):
 
 def test_copies_of_a_block_cannot_share_a_forward():
     with pytest.raises(ValueError, match="strategy 'dp' can't do activation_checkpointing"):
-        check_recompute(DP(), None, "full", compiles=False)
+        check_recompute(DP(), None, "full")
