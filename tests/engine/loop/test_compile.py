@@ -11,6 +11,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.data import DataLoader, TensorDataset
 
 from polyphase.engine.loop import compile
+from polyphase.engine.strategies.fsdp.strategy import FSDP
+from polyphase.engine.strategies.options import FSDPOptions
 
 from ..tiny import engine
 
@@ -272,15 +274,15 @@ class Saved(Callback):
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@pytest.mark.parametrize("strategy", ["single", "fsdp"])
-def test_what_graphs_compute_again(strategy, precision, graphs, request):
+@pytest.mark.parametrize("make", [lambda: "single", lambda: FSDP(FSDPOptions())], ids=["single", "fsdp"])
+def test_what_graphs_compute_again(make, precision, graphs, request):
     request.addfinalizer(lambda: dist.is_initialized() and dist.destroy_process_group())
-    flags = {"strategy": strategy, "precision": precision, "limit_val_batches": 0}
+    flags = {"precision": precision, "limit_val_batches": 0}
     expected, num_wide = Deep(), {}
-    run(expected, **flags)
+    run(expected, strategy=make(), **flags)
     for kind in ("none", "full", "selective"):
         module, saved = Deep(), Saved()
-        run(module, compile=True, activation_checkpointing=kind, callbacks=[saved], **flags)
+        run(module, strategy=make(), compile=True, activation_checkpointing=kind, callbacks=[saved], **flags)
         torch.testing.assert_close(module.state_dict(), expected.state_dict(), rtol=0, atol=1e-6)
         num_wide[kind] = saved.shapes.count((8, 16))
     # "selective" keeps the output of the first product of each block, and "full" nothing inside of a block.
