@@ -326,7 +326,7 @@ _LAYERS = {
     functional.conv_transpose3d,
     functional.multi_head_attention_forward,
 }
-"""What the layers of `_CAST` are in a graph; the first argument is the layer's input."""
+"""The functions that the layers of `_CAST` are in a graph; the first argument is the layer's input."""
 
 
 def _other_use(graph: Any, value: Node) -> Node | None:
@@ -339,7 +339,9 @@ def _other_use(graph: Any, value: Node) -> Node | None:
             body, *arguments = node.args
             inner: Any = getattr(graph, body.target)  # type: ignore[arg-type, union-attr]
             places = zip(inner.graph.find_nodes(op="placeholder"), arguments, strict=True)
-            other = next(filter(None, (_other_use(inner, place) for place, given in places if given is value)), None)
+            other = next(
+                filter(None, (_other_use(inner, place) for place, argument in places if argument is value)), None
+            )
         if other is not None:
             return other
     return None
