@@ -37,7 +37,7 @@ _CHECKS = (
     _check(1, 60, "checks_steps:offload", "fsdp, offload=parameters, clipping, weights, 16-mixed: weights of single"),
     _check(1, 45, "checks_saves:snapshot_devices", "snapshots under topk open on the CPU and leave no memory behind"),
     _check(1, 90, "checks_steps:cuda_graphs", "reduce-overhead with accumulation: weights of eager steps"),
-    _check(1, 120, "checks_steps:compiled", "compile=True under single, ddp, fsdp, tp: weights of eager steps"),
+    _check(1, 120, "checks_steps:compiled", "compile=True, selective and bf16-mixed, too: weights of eager steps"),
     _check(1, 60, "checks_memory:halved", "a batch that does not fit is halved: weights of one that does"),
     _check(1, 60, "checks_ranks:lost_collective", "out of memory in int8's all-to-all: no rank is a call ahead"),
     _check(1, 90, "checks_waits:waits", "between loggings a step waits for nothing"),

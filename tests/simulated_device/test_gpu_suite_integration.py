@@ -12,11 +12,7 @@ pytestmark = pytest.mark.timeout(900, func_only=True)  # 40 processes; to compil
 
 NEEDS_CUDA = {
     "cuda_graphs": "needs CUDA: CUDA graphs",
-    **{
-        item.name: "needs CUDA: inductor's code"
-        for item in ITEMS
-        if item.name == "compiled" or "compile" in item.arguments
-    },
+    **{item.name: "needs CUDA: inductor's code" for item in ITEMS if "compile" in item.arguments},
 }
 
 
