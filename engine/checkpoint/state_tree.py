@@ -50,26 +50,28 @@ def split(checkpoint: Mapping[str, Any], under: str = "") -> tuple[dict[str, Ten
         The tensors by key, and the checkpoint with a mark in place of each of them.
     """
     tensors: dict[str, Tensor] = {}
+    return tensors, {key: _split(value, under + key, key in _ALWAYS, tensors) for key, value in checkpoint.items()}
 
-    def visit(value: Any, path: str, takes_all: bool) -> Any:
-        if isinstance(value, Tensor):
-            if not is_plain(value):
-                return value
-            if takes_all or isinstance(value, DTensor) or value.numel() * value.element_size() >= _MANY_BYTES:
-                while path in tensors:
-                    path += "'"  # {"a.b": ...} beside {"a": {"b": ...}}
-                tensors[path] = value.detach()
-                return {_MARK: path}
+
+def _split(value: Any, path: str, takes_all: bool, tensors: dict[str, Tensor]) -> Any:
+    """Returns a part of the checkpoint with marks, and adds its tensors to `tensors`."""
+    # No nested function: one that calls itself is a reference cycle, and keeps the tensors until garbage is collected.
+    if isinstance(value, Tensor):
+        if not is_plain(value):
             return value
-        if type(value) in (dict, OrderedDict):
-            return _as(value, {key: visit(item, f"{path}.{key}", takes_all) for key, item in value.items()})
-        if type(value) in (list, tuple):
-            if _are_values(value):
-                return type(value)(value)
-            return type(value)(visit(v, f"{path}.{i}", takes_all) for i, v in enumerate(value))
+        if takes_all or isinstance(value, DTensor) or value.numel() * value.element_size() >= _MANY_BYTES:
+            while path in tensors:
+                path += "'"  # {"a.b": ...} beside {"a": {"b": ...}}
+            tensors[path] = value.detach()
+            return {_MARK: path}
         return value
-
-    return tensors, {key: visit(value, under + key, key in _ALWAYS) for key, value in checkpoint.items()}
+    if type(value) in (dict, OrderedDict):
+        return _as(value, {key: _split(item, f"{path}.{key}", takes_all, tensors) for key, item in value.items()})
+    if type(value) in (list, tuple):
+        if _are_values(value):
+            return type(value)(value)
+        return type(value)(_split(v, f"{path}.{i}", takes_all, tensors) for i, v in enumerate(value))
+    return value
 
 
 def is_plain(tensor: Tensor) -> bool:

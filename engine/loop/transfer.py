@@ -109,7 +109,9 @@ def _copied(item: Any, device: torch.device, copies: list[Tensor]) -> Any:
         return copies[-1]
     if kind is dict:
         return {key: _copied(value, device, copies) for key, value in item.items()}
-    return kind(_copied(value, device, copies) for value in item) if kind is list or kind is tuple else item
+    if kind is list or kind is tuple:
+        return kind(map(functools.partial(_copied, device=device, copies=copies), item))
+    return item
 
 
 @functools.cache

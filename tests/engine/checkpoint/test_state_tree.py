@@ -1,5 +1,7 @@
 """Taking a checkpoint apart and joining it again changes nothing."""
 
+import gc
+import weakref
 from collections import OrderedDict
 from typing import Any
 
@@ -124,3 +126,17 @@ def test_what_several_ranks_have_is_merged():
     second = {"state": {"b": {"step": 1}}, "groups": [{"lr": 0.1, "params": ["a", "b"]}]}
     assert merged([[first], [second]]) == [{**first, "state": {"a": {"step": 1}, "b": {"step": 1}}}]
     assert merged([first]) == first
+
+
+def test_tensors_that_nothing_uses_any_more_need_no_garbage_collection():
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        tensors, _ = split({"state_dict": {"a": torch.ones(2)}, "mine": [{"b": torch.ones(LARGE)}]})
+        kept = [weakref.ref(tensor) for tensor in tensors.values()]
+        assert len(kept) == 2
+        del tensors
+        assert [tensor() for tensor in kept] == [None, None]
+    finally:
+        if was_enabled:
+            gc.enable()
