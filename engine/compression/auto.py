@@ -45,6 +45,9 @@ class Auto(CommHook):
         "measures the first steps and takes the fastest of none, bf16, int8 and powersgd: auto[:steps]; steps 3"
     )
 
+    bucket_mb = 25.0
+    """As without compression, which it may choose."""
+
     def __init__(self, steps: int = 3) -> None:
         super().__init__()
         self.steps = check_count("auto:steps", steps)

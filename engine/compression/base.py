@@ -56,6 +56,8 @@ class CommHook(ABC):
     description: ClassVar[str]
     reduces_shards: ClassVar[bool] = False
     """Whether the method has a `reduce_scatter`, so that it works if no rank holds the average of all gradients."""
+    bucket_mb: ClassVar[float] = 200.0
+    """Size of DDP's buckets on a GPU, in MiB: kernels of a small bucket take less time than their launches."""
     takes_dtype: ClassVar[bool] = False
     """Whether the method's messages may be sent in 16 bit: ``powersgd+fp16``."""
 

@@ -101,6 +101,8 @@ class DDP(DistributedStrategy, CommHookMixin, DDPStrategy):
     def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
         options = {"gradient_as_bucket_view": DDPOptions.gradient_as_bucket_view, **self._ddp_kwargs}
         options["device_ids"] = self.determine_ddp_device_ids()
+        if self.comm_hook is not None and self.root_device.type != "cpu" and "bucket_cap_mb" not in options:
+            options["bucket_cap_mb"] = self.comm_hook.bucket_mb
         if self._finds_unused:
             options["find_unused_parameters"] = True
         if self._wrapper is None:

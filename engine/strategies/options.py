@@ -6,6 +6,7 @@ from typing import Any, Literal
 from ..flags import check_count, check_number
 
 __all__ = [
+    "DEFAULT_BUCKET_MB",
     "DDPOptions",
     "DiLoCoOptions",
     "FSDPOptions",
@@ -28,6 +29,10 @@ class NoOptions:
     """The options of a strategy that has none."""
 
 
+DEFAULT_BUCKET_MB = 25.0
+"""Size of buckets unless a flag says otherwise, in MiB."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DDPOptions:
     """The options of the `ddp` flag, which follow its colon."""
@@ -36,8 +41,8 @@ class DDPOptions:
     """Search the graph at each step for parameters without a gradient; needed if some are unused, slower if not."""
     static_graph: bool = False
     """The same parameters are used at every step; allows some reuse, such as re-entrant checkpointing."""
-    bucket_cap_mb: float = 25.0
-    """Size of the gradient buckets, in MiB."""
+    bucket_cap_mb: float | None = None
+    """Size of the gradient buckets, in MiB; default: 25, or 200 with a compression on a GPU."""
     gradient_as_bucket_view: bool = True
     """Gradients are views into the buckets: saves a copy of all gradients in memory and in time."""
     broadcast_buffers: bool = True
@@ -49,7 +54,8 @@ class DDPOptions:
     """Seconds that a collective may wait for the other ranks."""
 
     def __post_init__(self) -> None:
-        check_number("ddp:bucket_cap_mb", self.bucket_cap_mb, above=0)
+        if self.bucket_cap_mb is not None:
+            check_number("ddp:bucket_cap_mb", self.bucket_cap_mb, above=0)
         check_number("ddp:timeout_s", self.timeout_s, above=0)
 
 
@@ -117,7 +123,7 @@ class LocalSGDOptions:
     """Optimizer steps at the start of training in which gradients are averaged, as under ddp."""
     find_unused_parameters: bool | None = None
     """In the warm-up: see ddp. After it, parameters may be unused."""
-    bucket_cap_mb: float = 25.0
+    bucket_cap_mb: float = DEFAULT_BUCKET_MB
     """Size of the buckets that are exchanged, in MiB."""
     timeout_s: float = 1800.0
     """Seconds that a collective may wait for the other ranks."""

@@ -29,7 +29,7 @@ from ..distributed.buckets import copy, flatten, in_buckets, unflatten
 from ..distributed.object_group import WORLD
 from .ddp import DDP
 from .optimizer_trial import habits_of
-from .options import DDPOptions
+from .options import DEFAULT_BUCKET_MB, DDPOptions
 
 __all__ = ["Owners", "Zero1"]
 
@@ -209,7 +209,8 @@ class Zero1(DDP):
         for p in self._stepped:
             shares.setdefault(self.owners[p], []).append(p)
         for owner, parameters in sorted(shares.items()):
-            yield from (_Bucket(owner, bucket) for bucket in in_buckets(parameters, self.options.bucket_cap_mb))
+            in_parts = in_buckets(parameters, self.options.bucket_cap_mb or DEFAULT_BUCKET_MB)
+            yield from (_Bucket(owner, bucket) for bucket in in_parts)
 
     def _start(self, index: int, bucket: _Bucket) -> Callable[[], None]:
         """Begins to send or to receive a bucket; returns the function that finishes it."""

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -150,6 +151,28 @@ def _averages_in_place() -> None:
     before = torch.sim.memory_allocated()
     hook.average(bucket, wire)
     assert torch.sim.max_memory_allocated() - before < 2 * gradients.nbytes
+
+
+@pytest.mark.parametrize(
+    ("flag", "compression", "size_mb"),
+    [("ddp", "int8", 200), ("ddp:bucket_cap_mb=3", "int8", 3), ("ddp", "auto", 25), ("ddp", "none", 25)],
+)
+def test_buckets_of_a_device_are_larger_with_a_compression(flag, compression, size_mb):
+    assert in_a_child(_bucket_mb, flag, compression) == size_mb
+
+
+def _bucket_mb(flag: str, compression: str) -> float:
+    seen = []
+
+    class Sees(Callback):
+        def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            seen.append(trainer.strategy.model.bucket_bytes_cap / 2**20)
+
+    engine = Engine(
+        strategy=flag, accelerator="sim", devices=1, compression=compression, max_steps=1, callbacks=[Sees()], **QUIET
+    )
+    engine.fit(build("mlp", sgd), loader("mlp", 1, 1, 1))
+    return seen[0]
 
 
 def test_powersgd_computes_with_all_matrices_of_a_shape_at_once():
