@@ -41,7 +41,7 @@ class Collections(LightningModule):
         self.by_workers: set[float] = set()
 
     def note(self, phase: str, info: dict[str, int]) -> None:
-        if phase == "start" and info["generation"] == 2 and self.trainer.training:
+        if phase == "start" and not gc.isenabled():
             self.collected.append(self.trainer.fit_loop.epoch_loop.batch_progress.total.ready)
 
     def on_train_start(self) -> None:
