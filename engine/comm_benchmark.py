@@ -7,6 +7,7 @@ from pathlib import Path
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from .compression import Forecast, Link
+from .compression.forecast import advice
 
 __all__ = ["NUM_STEPS", "ReportWriter", "WireReport"]
 
@@ -40,8 +41,9 @@ class WireReport:
             + f" {forecast.sent_bytes / 1e6:13.3f} MB"
             for forecast in self.forecasts
         ]
-        advice = "compression saves no time here" if self.recommended == "none" else "the fastest, or nearly"
-        return "\n".join([*lines, f"recommended: compression={self.recommended!r} ({advice})"])
+        why = "compression saves no time here" if self.recommended == "none" else "the fastest, or nearly"
+        lines.append(f"recommended: compression={self.recommended!r} ({why})")
+        return "\n".join([*lines, advice(self.forecasts, self.links, self.num_ranks)])
 
     @classmethod
     def read(cls, path: Path) -> "WireReport":

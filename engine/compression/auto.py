@@ -16,7 +16,7 @@ from .all_reduce import AllReduceHook
 from .base import CommHook
 from .bucket import Bucket
 from .counting_group import CountingGroup, seconds_between, timestamp
-from .forecast import Forecast, Link, Step, forecast, measure_links
+from .forecast import Forecast, Link, Step, advice, forecast, measure_links
 from .parameter_state import ParameterState
 
 __all__ = ["Auto"]
@@ -126,12 +126,11 @@ class Auto(CommHook):
         least_s = min(forecast.step_s for forecast in self.forecasts)
         best = next(forecast for forecast in self.forecasts if forecast.step_s <= least_s * (1 + _TOLERANCE))
         self._take(best.compression)
-        link = self.links["all_reduce"]
         rank_zero_info(
             f"compression='auto' uses {best.compression!r}, the first of these methods whose step is at most"
             f" {_TOLERANCE:.0%} longer than that of the fastest: "
             + ", ".join(f"{forecast.compression} {1e3 * forecast.step_s:.1f} ms" for forecast in self.forecasts)
-            + f". An all-reduce moves {link.bytes_per_s / 1e6:.3g} MB/s here, after {1e3 * link.latency_s:.2g} ms."
+            + f". {advice(self.forecasts, self.links, wire.size)}"
         )
 
     def _take(self, flag: str) -> None:

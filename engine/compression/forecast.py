@@ -15,9 +15,9 @@ from torch import Tensor
 
 from .base import CommHook
 from .bucket import Bucket
-from .counting_group import CountingGroup, SimulatedGroup, clock_s
+from .counting_group import CountingGroup, Message, SimulatedGroup, clock_s
 
-__all__ = ["Forecast", "Link", "Step", "forecast", "measure_links"]
+__all__ = ["Forecast", "Link", "Step", "advice", "forecast", "measure_links"]
 
 _SMALL_BYTES, _LARGEST_BYTES = 2**10, 2**26
 _LONG_ENOUGH_S = 0.2
@@ -60,6 +60,21 @@ class Forecast(NamedTuple):
     step_s: float
     sent_bytes: int
     """Number of bytes that each rank sends in each step."""
+    pays_below: float = 0.0
+    """Bytes that a rank sends each second: on a faster link the method computes for longer than it saves in sending."""
+
+
+def advice(forecasts: Sequence[Forecast], links: Mapping[str, Link], size: int) -> str:
+    """Says on which links each method can save time, and whether it can on these, between `size` ranks."""
+    rate = links["all_reduce"].bytes_per_s * 2 * (size - 1) / size
+    methods = [forecast for forecast in forecasts if forecast.compression != "none"]
+    paying = [method.compression for method in methods if method.pays_below > rate]
+    limits = ", ".join(f"{method.compression} {method.pays_below / 1e9:.3g} GB/s" for method in methods)
+    return (
+        f"Here a rank sends {rate / 1e9:.3g} GB/s in an all-reduce, and "
+        + (f"only {', '.join(paying)} can save time." if paying else "no compression can save time.")
+        + f" A method saves time on links below its rate ({limits}), if backward does not hide the all-reduce."
+    )
 
 
 def measure_links(wire: CountingGroup, device: torch.device) -> dict[str, Link]:
@@ -130,42 +145,51 @@ def forecast(
     all_costs = [_costs(hook, buckets, links, wire.size) for hook in (plain, *hooks.values())]
     steps_s = _longest(
         [
-            step.length_s if type(hook) is type(plain) else _step_s(step, costs, all_costs[0][0])  # measured
-            for hook, (costs, _) in zip(hooks.values(), all_costs[1:], strict=True)
+            step.length_s if type(hook) is type(plain) else _step_s(step, costs.buckets_s, all_costs[0].buckets_s)
+            for hook, costs in zip(hooks.values(), all_costs[1:], strict=True)
         ],
         wire,
         device,
     )
+    computing_s = _longest([costs.computing_s for costs in all_costs], wire, device)
+    most_s = [max(own_s - computing_s[0], 1e-9) for own_s in computing_s[1:]]
     return [
-        Forecast(flag, step_s, num_bytes)
-        for flag, step_s, (_, num_bytes) in zip(hooks, steps_s, all_costs[1:], strict=True)
+        Forecast(flag, step_s, costs.sent_bytes, max(all_costs[0].sent_bytes - costs.sent_bytes, 0) / own_s)
+        for flag, step_s, own_s, costs in zip(hooks, steps_s, most_s, all_costs[1:], strict=True)
     ]
 
 
-def _costs(hook: CommHook, buckets: Sequence[Bucket], links: Mapping[str, Link], size: int) -> tuple[list[float], int]:
-    """Returns the time of each bucket in seconds, and the number of bytes sent for all buckets."""
+class _Costs(NamedTuple):
+    buckets_s: list[float]
+    """The time of each bucket on the links."""
+    computing_s: float
+    """The time of all buckets if messages took none."""
+    sent_bytes: int
+
+
+def _costs(hook: CommHook, buckets: Sequence[Bucket], links: Mapping[str, Link], size: int) -> _Costs:
     hook.step = 10**9  # past any warm-up
     hook.prepare(buckets[0].gradients, size)
-    costs_s, num_bytes = [], 0
+    costs_s, num_bytes, computing_s = [], 0, 0.0
     # The state of each bucket is freed at once: it may be as large as the gradients.
     for bucket in buckets:
         flat = torch.empty_like(bucket.gradients, memory_format=torch.contiguous_format)
         dry, runs_s = SimulatedGroup(size), []
         for _ in range(_NUM_RUNS):
-            runs_s.append(_cost_s(hook, Bucket(bucket.index, flat, bucket.members), links, dry))
+            began_s, ended_s = _run(hook, Bucket(bucket.index, flat, bucket.members), dry)
+            runs_s.append((_cost_s(began_s, ended_s, dry.messages, links), ended_s - began_s))
             hook.on_step_end()
-        costs_s.append(min(runs_s))
+        cost_s, own_s = min(runs_s)
+        costs_s.append(cost_s)
+        computing_s += own_s
         num_bytes += sum(dry.sent.values())
         for memory in hook.memories().values():
             memory.load_state_dict({})
-    return costs_s, num_bytes
+    return _Costs(costs_s, computing_s, num_bytes)
 
 
-def _cost_s(hook: CommHook, bucket: Bucket, links: Mapping[str, Link], dry: SimulatedGroup) -> float:
-    """Returns the seconds of one bucket: the method's computation, measured here, and its waits for messages.
-
-    The method runs with a simulated group. A message takes its time on the links from the moment when it is started.
-    """
+def _run(hook: CommHook, bucket: Bucket, dry: SimulatedGroup) -> tuple[float, float]:
+    """Averages one bucket with a simulated group; returns the times of its begin and end."""
     device = bucket.gradients.device
     dry.messages.clear()
     dry.sent.clear()
@@ -174,9 +198,16 @@ def _cost_s(hook: CommHook, bucket: Bucket, links: Mapping[str, Link], dry: Simu
     bucket.gradients.normal_(generator=generator)
     began_s = clock_s(device)
     hook.average(bucket, dry)
-    ended_s = clock_s(device)
-    begun = [(message.begun_s, 0, number) for number, message in enumerate(dry.messages)]
-    needed = [(message.needed_s, 1, number) for number, message in enumerate(dry.messages)]
+    return began_s, clock_s(device)
+
+
+def _cost_s(began_s: float, ended_s: float, messages: Sequence[Message], links: Mapping[str, Link]) -> float:
+    """Returns the seconds of one bucket: the method's computation, which was measured, and its waits for messages.
+
+    A message takes its time on the links from the moment when it is started.
+    """
+    begun = [(message.begun_s, 0, number) for number, message in enumerate(messages)]
+    needed = [(message.needed_s, 1, number) for number, message in enumerate(messages)]
     now = links_free = 0.0
     arrived: list[float] = []
     seen_s = began_s
@@ -185,7 +216,7 @@ def _cost_s(hook: CommHook, bucket: Bucket, links: Mapping[str, Link], dry: Simu
         if is_needed:
             now = max(now, arrived[number])
         else:
-            message = dry.messages[number]
+            message = messages[number]
             link = links.get(message.collective, links["all_gather"])  # the others, of a user's hook, are not measured
             links_free = max(links_free, now) + link.time_s(message.num_bytes)
             arrived.append(links_free)

@@ -13,7 +13,7 @@ from torch import nn
 from polyphase.engine import Engine
 from polyphase.engine.compression import AllReduceHook, Auto, Bucket, CountingGroup, Link, ParamSlice, make_comm_hook
 from polyphase.engine.compression.counting_group import SimulatedGroup
-from polyphase.engine.compression.forecast import Step, forecast
+from polyphase.engine.compression.forecast import Forecast, Step, advice, forecast
 from tests.distributed import run_ranks
 from tests.engine.compression.test_runs_integration import STEPS, Saves, Two, rows, train
 from tests.engine.tiny import QUIET
@@ -77,6 +77,33 @@ def test_a_dry_wire_has_the_collectives_of_any_hook():
         ("broadcast", 12),
     ]
     assert wire.sent.total() == 3 * 12 + 48 * 3 / 4 + 12 * 3 / 4
+
+
+def test_the_advice_names_the_links_on_which_a_method_saves_time():
+    found = [Forecast("none", 1.0, 100), Forecast("int8", 1.0, 25, 2e9), Forecast("sign", 1.0, 3, 5e8)]
+    slow = {"all_reduce": Link(1e-4, 1e9 / 1.5)}
+    assert advice(found, slow, 4) == (
+        "Here a rank sends 1 GB/s in an all-reduce, and only int8 can save time. A method saves time on links below its"
+        " rate (int8 2 GB/s, sign 0.5 GB/s), if backward does not hide the all-reduce."
+    )
+    assert "sends 470 GB/s in an all-reduce, and no compression can save time." in advice(
+        found, {"all_reduce": Link(1e-5, 470e9 / 1.5)}, 4
+    )
+
+
+def check_limits(rank: int) -> None:
+    """At the limit, what is computed takes as long as what is not sent."""
+    hooks = {flag: make_comm_hook(flag) or AllReduceHook() for flag in CANDIDATES}
+    buckets, step = [Bucket(0, torch.empty(SIZE), MEMBERS)], Step([0.5], [4.5], length_s=5.0, overlaps=True)
+    found = forecast(hooks, buckets, step, link(1), CountingGroup(), AllReduceHook())
+    assert found[0].pays_below == 0
+    for each in found[1:]:
+        # A million values of the plainest method take some milliseconds, which saves some megabytes.
+        assert 1e7 < each.pays_below < 1e12, each
+
+
+def test_a_forecast_says_below_which_rate_a_method_pays():
+    run_ranks(check_limits, 2, start_method="fork")
 
 
 class Choice(Callback):
