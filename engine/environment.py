@@ -222,13 +222,17 @@ def keep_job_secret() -> None:
 
 
 @contextmanager
-def child_environment() -> Iterator[None]:
-    """Processes that are started in this context have the job's secret, and the id of the process that started them.
+def child_environment(*, num_nodes: int) -> Iterator[None]:
+    """Processes that are started in this context have the id of the process that started them, and the job's secret.
 
     If a signal like SIGSEGV ends one, it prints its stack.
+
+    Args:
+        num_nodes: with several of them only the user can give all the same secret.
     """
     with _restored(_SECRET, _PARENT, _STACKS):
-        share_job_secret()
+        if num_nodes == 1:
+            share_job_secret()
         os.environ[_PARENT] = str(os.getpid())
         os.environ.setdefault(_STACKS, "1")
         yield

@@ -81,7 +81,7 @@ def joined() -> str:
 
 def join(accelerator: str, path: str) -> None:
     module = seeded(MLP)
-    trainer = rank_engine(accelerator, max_epochs=2, uneven="join")
+    trainer = rank_engine(accelerator, max_epochs=2)
     trainer.fit(module, DataLoader(Uneven(), batch_size=2))
     assert trainer.global_step == 8, trainer.global_step
     _save(path, module)

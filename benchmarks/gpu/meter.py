@@ -51,6 +51,7 @@ class Meter:
         """Whether all has been measured."""
         return self._num_ticks > self._end
 
+    @torch.compiler.disable  # whose graphs would be compiled anew for another number of ticks
     def tick(self) -> None:
         """Called at the beginning of each step."""
         now, self._num_ticks = self._num_ticks, self._num_ticks + 1

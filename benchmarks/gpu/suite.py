@@ -33,7 +33,7 @@ _CHECKS = (
     _check(1, 90, "checks_steps:overhead", "small steps: own time of Engine against Trainer's"),
     _check(1, 120, "checks_streams:allocator", "comm hooks: the same weights with and without a caching allocator"),
     _check(1, 90, "checks_memory:mixed_gathers", "fsdp of 8 ranks: the engine's bf16 gathers hold less than fp32 ones"),
-    _check(1, 60, "checks_ranks:joined", "ddp x 2: a rank without samples joins the other; weights of the CPU"),
+    _check(1, 60, "checks_ranks:joined", "ddp x 2: a rank without samples takes part; weights of the CPU"),
     _check(1, 60, "checks_steps:offload", "fsdp, offload=parameters, clipping, weights, 16-mixed: weights of single"),
     _check(1, 45, "checks_saves:snapshot_devices", "snapshots under topk open on the CPU and leave no memory behind"),
     _check(1, 90, "checks_steps:cuda_graphs", "reduce-overhead with accumulation: weights of eager steps"),

@@ -289,7 +289,7 @@ class _WorkerLauncher(_MultiProcessingLauncher):
         try:
             with (
                 _port_reserved(self._strategy.cluster_environment),
-                child_environment(),
+                child_environment(num_nodes=self._strategy.num_nodes),  # type: ignore[attr-defined]
                 _sigterm_calls(self._stop),
                 _joining(self._strategy.can_lose),  # type: ignore[attr-defined]
                 _fork_allowed(self._strategy),

@@ -89,11 +89,12 @@ class ScriptLauncher(_SubprocessScriptLauncher):
 
     # Lightning: _SubprocessScriptLauncher._call_children_scripts, called by `launch` on the first rank of a machine.
     def _call_children_scripts(self) -> None:
-        keep_job_secret()
+        if self.num_nodes == 1:
+            keep_job_secret()
         with owns_master_port(self.cluster_environment) as is_ours:
             if is_ours:
                 _reservations.append(reserve_port(self.cluster_environment))
-        with child_environment():
+        with child_environment(num_nodes=self.num_nodes):
             super()._call_children_scripts()
         started_ranks.update(enumerate(self.procs, self._first_rank + 1))
         atexit.register(self._await_ranks_at_exit)

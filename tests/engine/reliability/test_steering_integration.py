@@ -1,11 +1,14 @@
 """What steers the loop on one rank: all ranks follow, or the run is refused; no rank waits for one that has left."""
 
+import sys
+
 import pytest
 import torch
 from lightning.pytorch import Callback
 from torch.utils.data import DataLoader, TensorDataset
 
 from polyphase.engine.reliability import signals, steering
+from tests.distributed import ROOT, free_port, run_command
 
 from ..tiny import Regression, engine
 
@@ -156,3 +159,34 @@ def test_an_epoch_that_one_rank_cancels_is_refused_by_name(automatic, tmp_path):
 
 def test_an_epoch_that_all_ranks_cancel_ends(tmp_path):
     assert run(tmp_path, None, stop, module=Cancels((0, 1), automatic=True)) == 3 * 2
+
+
+BY_HAND = """
+from tests.engine.reliability.test_steering_integration import Changes
+from tests.engine.tiny import Regression, engine, rows
+
+trainer = engine(strategy="ddp", num_nodes=2, max_epochs=2, callbacks=[Changes()])
+trainer.fit(Regression(), rows(32))
+print("trained to step", trainer.global_step)
+"""
+BOTH_NODES = """
+for node in 0 1; do env NODE_RANK=$node MASTER_ADDR=127.0.0.1 MASTER_PORT=$1 "$2" -c "$3" & nodes="$nodes $!"; done
+for node in $nodes; do wait $node; echo "ended with $?"; done
+"""
+
+
+class Changes(Callback):
+    """Changes a limit on all ranks, which they then compare by the job's store."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.current_epoch == 1 and batch_idx == 0:
+            trainer.fit_loop.max_epochs = 3
+
+
+def test_nodes_that_are_started_by_hand_believe_each_other():
+    """Each has the secret of its own ranks to make, which the other node's ranks don't have."""
+    command = ["sh", "-c", BOTH_NODES, "sh", str(free_port()), sys.executable, BY_HAND]
+    finished = run_command(command, timeout_s=100, cwd=ROOT)
+    assert finished.output.count("ended with 0\n") == 2, finished.output
+    assert finished.output.count("trained to step 12\n") == 2, finished.output
+    assert "no rank of this job has written it" not in finished.output
