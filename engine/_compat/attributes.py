@@ -87,6 +87,7 @@ ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
         "_C",
         "_TorchCompileInductorWrapper",
         "_amp_foreach_non_finite_check_and_unscale_",
+        "_dynamo",
         "_foreach_copy_",
         "_foreach_mul_",
         "_foreach_norm",

@@ -18,10 +18,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.data import sized_len
 from torch import Tensor
 
+from .._compat.torch import tree_leaves
 from ..flags import Layout, choose
 from ..strategies import EngineStrategy, adapt
+from ..strategies.compiled_block import any_number_of_rows, mark_rows
 from .hooks import bound, overridden
 
 __all__ = ["COMPILE_MODES", "CompileSteps", "check_cuda_graphs", "compile_mode"]
@@ -32,7 +35,13 @@ _CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 LOG_BREAK_REASON = "self.log stays outside of the graph"
 """The reason of the graph break at the engine's only function that is never compiled."""
 
-_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+_LOADERS = {
+    "training_step": "train_dataloader",
+    "validation_step": "val_dataloaders",
+    "test_step": "test_dataloaders",
+    "predict_step": "predict_dataloaders",
+}
+"""The steps, and the trainer's attributes with their loaders."""
 _TIMEOUT_S = 300.0
 """The seconds that a process waits for the first process of its node to compile the same graph."""
 
@@ -84,10 +93,10 @@ class CompileSteps(Callback):
         strategy = adapt(trainer.strategy)
         backend = _Backend(self.mode, dist.is_initialized() and trainer.world_size > 1, trainer, strategy)
         strategy.compile = functools.partial(torch.compile, backend=backend)
-        for name in _STEPS:
+        for name in _LOADERS:
             step = overridden(pl_module, LightningModule, name)
             if step is not None and name not in pl_module.__dict__:
-                pl_module.__dict__[name] = _Compiled(pl_module, step, backend, strategy)
+                pl_module.__dict__[name] = _Compiled(pl_module, step, backend, strategy, trainer)
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Copies gradients out of the memory of a CUDA graph, if the next micro-batch adds to them.
@@ -106,7 +115,7 @@ class CompileSteps(Callback):
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Restores the module's own steps, and forgets CUDA graphs."""
-        for name in _STEPS:
+        for name in _LOADERS:
             if isinstance(pl_module.__dict__.get(name), _Compiled):
                 del pl_module.__dict__[name]
         self._copies.clear()
@@ -121,24 +130,47 @@ class _Compiled:
     """A compiled step; it calls the original one if the strategy compiles units."""
 
     def __init__(
-        self, module: LightningModule, step: Callable[..., Any], backend: "_Backend", strategy: EngineStrategy
+        self,
+        module: LightningModule,
+        step: Callable[..., Any],
+        backend: "_Backend",
+        strategy: EngineStrategy,
+        trainer: Trainer,
     ) -> None:
         functools.update_wrapper(self, step)
-        self._module = module
+        self._module, self._trainer = module, trainer
         self._step = step
         self._compiled = torch.compile(step, backend=backend)
         self._backend = backend
         self._strategy = strategy
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # another step calls this one
+            return self._step(*args, **kwargs)
         self._backend.pending_breaks.clear()  # a break at the end of the last step has split no graph
-        # Known only once the strategy has set up the module.
-        step = self._step if self._strategy.compiles_units else self._compiled
-        return step(*args, **kwargs)
+        with any_number_of_rows(self._has_short_batches):
+            if self._strategy.compiles_units:  # known only once the strategy has set up the module
+                return self._step(*args, **kwargs)
+            mark_rows((args, kwargs))
+            return self._compiled(*args, **kwargs)
+
+    @property
+    def _has_short_batches(self) -> bool:
+        """Whether the last batch of an epoch has fewer rows than the others: one graph is compiled for both."""
+        loaders = getattr(self._trainer, _LOADERS[self._step.__name__])
+        return any(_has_short_batch(loader) for loader in tree_leaves(loaders))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copied or pickled module gets its original step.
         return bound, (getattr(self._step, "__func__", self._step), self._module)
+
+
+def _has_short_batch(loader: Any) -> bool:
+    batches = getattr(loader, "batch_sampler", None)
+    num_rows, size = sized_len(getattr(batches, "sampler", None)), getattr(batches, "batch_size", None)
+    if not num_rows or not isinstance(size, int) or getattr(batches, "drop_last", False):
+        return False
+    return num_rows > size and num_rows % size != 0
 
 
 class _Backend(torch._TorchCompileInductorWrapper):  # torch: `torch.compile(mode=...)` uses it for "inductor"

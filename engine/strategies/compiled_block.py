@@ -6,13 +6,44 @@ blocks of one class share; a block that computes activations again does so withi
 
 import functools
 import types
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-__all__ = ["CompiledBlock"]
+from .._compat.torch import tree_leaves
+
+__all__ = ["CompiledBlock", "any_number_of_rows", "mark_rows"]
+
+_may_vary: ContextVar[bool | None] = ContextVar("_may_vary", default=None)
+
+
+@contextmanager
+def any_number_of_rows(may_vary: bool) -> Iterator[None]:
+    """Context of a step: whether its graphs are for any number of rows, the first dim of tensors.
+
+    If another step calls it, that one decides.
+    """
+    outer = _may_vary.get()
+    token = _may_vary.set(may_vary if outer is None else outer)
+    try:
+        yield
+    finally:
+        _may_vary.reset(token)
+
+
+def mark_rows(arguments: Any) -> None:
+    """Marks the rows of the tensors that a graph is called with, if their number varies: they need no graph of its own.
+
+    A mark that comes with the first batch saves the graphs that dynamo would compile for it before it sees another.
+    """
+    if _may_vary.get():
+        for value in tree_leaves(arguments):
+            if isinstance(value, Tensor) and value.dim():
+                torch._dynamo.maybe_mark_dynamic(value, 0)  # torch: documented, in a private module
 
 
 class CompiledBlock:
@@ -40,6 +71,7 @@ class CompiledBlock:
         """Runs the block's forward."""
         context = None if self.as_written is None else self.as_written()
         if context is None:
+            mark_rows((args, kwargs))
             return self._compiled(*args, **kwargs)
         with context:
             return self._forward(*args, **kwargs)

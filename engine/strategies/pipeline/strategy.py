@@ -34,6 +34,7 @@ from ...distributed.object_group import ObjectGroup
 from ...flags import Layout
 from ...initialization.materialize import check_shapes, materialize
 from ...initialization.stored_weights import read_stored
+from ..compiled_block import CompiledBlock
 from ..fsdp.comm import CountedAllGather, CountedReduceScatter, attach_to_gathered, fsdp_units, reshard
 from ..mesh import MeshStrategy
 from ..optimizer_trial import habits_of
@@ -241,7 +242,7 @@ class Pipeline(MeshStrategy):
                     self.recompute(block)
         if self.compile is not None:
             for unit in own_units:
-                unit.forward = self.compile(unit.forward)
+                CompiledBlock(unit, self.compile)
         lends = not isinstance(self.options, PPFSDPOptions)  # under FSDP2 the holder has no whole parameters to lend
         self._partitioned = PartitionedModule(model, plan, self.root_device, own_stages, lends=lends)
         self._parts = [StageModule(self._partitioned, stage) for stage in own_stages]

@@ -254,7 +254,7 @@ class Deep(Net):
         return self.net(x).pow(2).mean()
 
     def validation_step(self, batch, batch_idx):
-        self.log("val", self.training_step(batch, batch_idx))
+        self.log("val", self.training_step(batch, batch_idx), sync_dist=True)
 
 
 class Saved(Callback):
@@ -289,3 +289,38 @@ def test_what_graphs_compute_again(make, precision, graphs, request):
     assert num_wide["full"] == 0
     assert num_wide["selective"] == 3 < num_wide["none"]
     assert not torch._dynamo.utils.counters["graph_break"]
+
+
+class Graphs(Callback):
+    """The number of graphs after each batch."""
+
+    def __init__(self, compiled):
+        self.compiled, self.train, self.validation = compiled, [], []
+
+    def on_train_batch_end(self, *unused):
+        self.train.append(self.compiled.frame_count)
+
+    def on_validation_batch_end(self, *unused):
+        self.validation.append(self.compiled.frame_count)
+
+
+@pytest.mark.parametrize("kind", ["none", "selective"])
+@pytest.mark.parametrize("make", [lambda: "single", lambda: FSDP(FSDPOptions())], ids=["single", "fsdp"])
+def test_short_batches_validation_and_resumption_need_no_other_graphs(make, kind, graphs, request, tmp_path):
+    request.addfinalizer(lambda: dist.is_initialized() and dist.destroy_process_group())
+    rows = DataLoader(data().dataset, batch_size=5)  # the last batch has four
+    flags = {"compile": True, "activation_checkpointing": kind}
+    seen = Graphs(graphs)
+    trainer = engine(max_epochs=2, strategy=make(), callbacks=[seen], **flags)
+    module = Deep()
+    trainer.fit(module, rows, rows)
+    assert seen.train[1:] == [seen.train[1]] * 9, "all are there after the second step"
+    assert seen.validation[-1] == seen.train[-1], "those of validation are there since its first batch, before training"
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    plain, resumed = Deep(), Deep()
+    before = graphs.frame_count
+    for again, more in ((plain, {}), (resumed, flags)):
+        engine(max_epochs=3, strategy=make(), **more).fit(again, rows, rows, ckpt_path=tmp_path / "last.ckpt")
+    torch.testing.assert_close(resumed.state_dict(), plain.state_dict(), rtol=0, atol=1e-6)
+    # Whole steps are compiled under "single": their graphs belong to the wrappers of the blocks, which are others.
+    assert graphs.frame_count == before + (2 if kind == "selective" and make() == "single" else 0)
