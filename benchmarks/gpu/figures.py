@@ -99,6 +99,8 @@ def training(size: str, strategy: str, *settings: str) -> list[dict[str, str]]:
     if "compile" in settings:
         device.needs_cuda("inductor's code")
     contestants = ["Engine", "Trainer", "by hand"] if strategy in BY_HAND else ["Engine"]
+    if "compile" in settings and strategy in BY_HAND:
+        contestants.remove("Trainer")  # which compiles nothing by itself
     if strategy == "ddp" and device.kind() != "cuda":
         contestants.remove("Trainer")  # Lightning's DDPStrategy makes a stream of torch.cuda on any accelerator
     return [_row(size, strategy, settings, name) for name in contestants]

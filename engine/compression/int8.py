@@ -250,7 +250,7 @@ class _Passes:
             noise = table.unfold(0, block, 1)[_starts(indices, seed)]  # a number for each value would take longer
             rounded = noise.addcmul(singles, factors).floor_()
             if keeps_rest:
-                blocks.addcmul_(rounded, scales, value=-1)
+                blocks.addcmul_(rounded, -scales)  # with a factor the compiler would round the product, too
             numbers.unflatten(1, (-1, block)).copy_(rounded)
             return scales.squeeze(2)
 
