@@ -7,7 +7,6 @@ All have torch's fused AdamW.
 """
 
 import os
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,8 +33,6 @@ SHAPES = {
     "1.3B": {"num_layers": 24, "num_heads": 32, "dim": 2048},
 }
 LEAST_GB = {"1.3B": 70}
-BY_HAND = ("single", "ddp", "fsdp")
-"""Strategies that torch and stock Lightning have without a plan of the user's."""
 
 
 class Metered(ByteGPT):
@@ -85,10 +82,11 @@ def shard(module: Metered, mesh: Any, **options: Any) -> None:
     fully_shard(module.net, mesh=mesh, **options)
 
 
-def training(size: str, strategy: str, *settings: str) -> list[dict[str, str]]:
-    """One row for each contestant that knows the strategy.
+def training(contestant: str, size: str, strategy: str, *settings: str) -> dict[str, str]:
+    """A row of the table.
 
     Args:
+        contestant: ``"Engine"``, or ``"by hand"`` or ``"Trainer"`` for a strategy that they have.
         size: of `SHAPES`.
         strategy: the engine's flag.
         settings: ``"compile"``, and ``"65k"`` for a step of so many tokens in place of 16k.
@@ -98,15 +96,8 @@ def training(size: str, strategy: str, *settings: str) -> list[dict[str, str]]:
         raise device.NotRunError(f"needs {LEAST_GB[size]} GB, and the device has {memory_gb:.0f}")
     if "compile" in settings:
         device.needs_cuda("inductor's code")
-    contestants = ["Engine", "Trainer", "by hand"] if strategy in BY_HAND else ["Engine"]
-    if "compile" in settings and strategy in BY_HAND:
-        contestants.remove("Trainer")  # which compiles nothing by itself
-    if strategy == "ddp" and device.kind() != "cuda":
-        contestants.remove("Trainer")  # Lightning's DDPStrategy makes a stream of torch.cuda on any accelerator
-    return [_row(size, strategy, settings, name) for name in contestants]
-
-
-def _row(size: str, strategy: str, settings: Sequence[str], contestant: str) -> dict[str, str]:
+    if contestant == "Trainer" and strategy == "ddp":
+        device.needs_cuda("Lightning's DDPStrategy makes a stream of torch.cuda on any accelerator")
     timed = 3 if device.smoke() else 20
     meter = Meter(warm_up=5, timed=timed, counted=3)
     compiles = "compile" in settings

@@ -23,7 +23,7 @@ _LEAST_GB_S = {
 
 def goals(records: Mapping[str, Mapping[str, Any]]) -> list[dict[str, str]]:
     """Returns a row for each goal of which something was measured: ``goal``, ``wanted``, ``seen``, ``verdict``."""
-    rows = [row for r in records.values() if r["status"] == "ok" and isinstance(r["value"], list) for row in r["value"]]
+    rows = [r["value"] for r in records.values() if r["status"] == "ok" and isinstance(r["value"], dict)]
     averages = str((records.get("averages") or {}).get("value"))
     return [
         {"goal": goal, "wanted": wanted, "seen": seen, "verdict": "reached" if is_reached else "missed"}
@@ -35,10 +35,9 @@ def _of_rows(rows: list[dict[str, str]]) -> Iterator[tuple[str, str, str, bool]]
     speeds = {
         (row["size"], row["strategy"], row["compile"], row["tokens per step"], row["loop"]): float(row["tokens/s"])
         for row in rows
-        if "compile" in row  # rows of earlier reports have less
     }
     for row in rows:
-        if row["loop"] != "Engine" or "compile" not in row:
+        if row["loop"] != "Engine":
             continue
         size, strategy, compiled, tokens = (row[name] for name in ("size", "strategy", "compile", "tokens per step"))
         where = f"{size} {strategy}{', compiled' * (compiled == 'yes')}, {tokens} tokens"

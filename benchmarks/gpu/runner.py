@@ -18,6 +18,8 @@ PART_S = 420.0
 """The longest a part may take: two of them and a start fit where a device is lent for fifteen minutes."""
 LEAST_S = 5.0
 """The least time that must be left to begin one more item."""
+_SAID = ("tokens/s", "ms per step", "MFU")
+"""Of a figure, as soon as it is known."""
 _IN_WORDS = {"devices": "devices: {}", "memory_gb": "{} GB each"}
 
 
@@ -83,15 +85,16 @@ class Results:
         lines += [*_table(rows), ""]
         figures = [item for item in self._items if item.is_figure]
         found = [(item, self.records.get(item.name)) for item in figures]
-        known = [row for _, record in found if record and record["status"] == "ok" for row in record["value"]]
+        known = [record["value"] for _, record in found if record and record["status"] == "ok"]
         if figures:
             lines += ["## Training ByteGPT", ""]
         if known:
             lines += [*_table(known), "", "## Goals", "", *_table(goals(self.records)), ""]
         for item, record in found:
-            if record is None or record["status"] != "ok":
-                why = "its part was not run" if record is None else f"{record['status']}: {_in_line(record['reason'])}"
-                lines.append(f"- {item.name}: {why}")
+            if record is not None and record["status"] != "ok":
+                lines.append(f"- {item.name}: {record['status']}: {_in_line(record['reason'])}")
+        if unknown := [item.name for item, record in found if record is None]:
+            lines += ["", f"Not run: {', '.join(unknown)}."]
         for name in self.bad:
             lines += ["", f"## {name}", "", "```", self.records[name]["output"], "```"]
         return "\n".join(lines).rstrip() + "\n"
@@ -130,5 +133,7 @@ def run(
         else:
             outcome = elsewhere(item.place, *item.arguments, limit_s=min(item.limit_s, left_s))
         results.add(item, outcome, commit)
-        seen = outcome.reason or ("" if item.is_figure else outcome.value)
+        seen = outcome.reason or outcome.value
+        if item.is_figure and outcome.status == "ok":
+            seen = ", ".join(f"{value} {name}" for name, value in outcome.value.items() if name in _SAID)
         say(f"{outcome.status:9} {outcome.seconds:5.1f} s  {item.name}: {_in_line(str(seen))}")

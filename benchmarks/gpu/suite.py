@@ -1,5 +1,6 @@
 """The suite's table, in the order of its runs: each check and figure with its part, its time limit and its place."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 __all__ = ["ITEMS", "PARTS", "Item"]
@@ -62,18 +63,28 @@ _CHECKS = (
 _SIZES = ("124M", "350M", "1.3B")
 
 
-def _figure(part: int, size: str, strategy: str, *settings: str) -> Item:
-    name = " ".join((size, strategy, *settings))
-    return Item(name, "", "benchmarks.gpu.figures:training", part, 150, (size, strategy, *settings), True)
+_EAGER, _COMPILED = ("Engine", "by hand", "Trainer"), ("Engine", "by hand")
 
 
-_HOW = ((), ("compile",))
-_FIGURES = (
-    *(_figure(2, size, "single", *how) for size in _SIZES for how in _HOW),
-    *(_figure(2, size, "fsdp", *how) for size in _SIZES for how in _HOW),
-    *(_figure(3, "124M", "single", *how, "65k") for how in _HOW),
-    *(_figure(3, size, "tp", *how) for size in _SIZES for how in _HOW),
-    *(_figure(3, size, strategy) for size in _SIZES for strategy in ("ddp", "pp")),
-)
+def _figures(part: int, size: str, strategy: str, *settings: str, of: tuple[str, ...] = ("Engine",)) -> Iterator[Item]:
+    for contestant in of:
+        arguments = (contestant, size, strategy, *settings)
+        name = " ".join((size, strategy, *settings, contestant))
+        yield Item(name, "", "benchmarks.gpu.figures:training", part, 90, arguments, is_figure=True)
 
-ITEMS: tuple[Item, ...] = (*_CHECKS, *_FIGURES)
+
+def _all_figures() -> Iterator[Item]:
+    for strategy in ("single", "fsdp"):
+        for size in _SIZES:
+            yield from _figures(2, size, strategy, of=_EAGER)
+            yield from _figures(2, size, strategy, "compile", of=_COMPILED)
+    yield from _figures(3, "124M", "single", "65k", of=_EAGER)
+    yield from _figures(3, "124M", "single", "compile", "65k", of=_COMPILED)
+    for size in _SIZES:
+        yield from _figures(3, size, "tp")
+        yield from _figures(3, size, "tp", "compile")
+        yield from _figures(3, size, "ddp", of=_EAGER)
+        yield from _figures(3, size, "pp")
+
+
+ITEMS: tuple[Item, ...] = (*_CHECKS, *_all_figures())

@@ -48,8 +48,9 @@ class Fused(Generic[Result]):
         """Calls the function with these arguments."""
         if self._compiled is None or not Fused.is_wanted:
             return self.function(*args)
-        # No views, for which the compiler has other code, by the size of what they are views of.
-        return self._compiled(*(arg.data if isinstance(arg, Tensor) else arg for arg in args))
+        with torch.no_grad():  # else it is compiled once more where a hook is called with gradients enabled
+            # No views, for which the compiler has other code, by the size of what they are views of.
+            return self._compiled(*(arg.data if isinstance(arg, Tensor) else arg for arg in args))
 
     @property
     def is_compiled(self) -> bool:
@@ -74,8 +75,7 @@ class Fused(Generic[Result]):
         if self._compiled is None:
             self._compiled = torch.compile(self.function, dynamic=True, fullgraph=True, options=_OPTIONS)
         try:
-            with torch.no_grad():
-                self(*args)
+            self(*args)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever a compiler may raise

@@ -13,6 +13,11 @@ pytestmark = pytest.mark.timeout(900, func_only=True)  # 40 processes; to compil
 NEEDS_CUDA = {
     "cuda_graphs": "needs CUDA: CUDA graphs",
     **{item.name: "needs CUDA: inductor's code" for item in ITEMS if "compile" in item.arguments},
+    **{
+        item.name: "needs CUDA: Lightning's DDPStrategy makes a stream of torch.cuda on any accelerator"
+        for item in ITEMS
+        if item.name.endswith(" ddp Trainer")
+    },
 }
 
 
