@@ -149,8 +149,8 @@ def test_what_is_wrong_is_said_without_a_traceback(arguments, message, capsys, c
 @pytest.mark.parametrize("name", ["BrokenConstructor", "BrokenStep", "BrokenPlan"])
 def test_errors_of_the_users_own_code_stay_errors(name, command):
     own_module()
-    flags = ["--devices", "1", "--accelerator", "cpu", "--max_epochs", "1", *QUIET]
-    strategy = ["--strategy", "tp"] if name == "BrokenPlan" else []
+    flags = ["--accelerator", "cpu", "--max_epochs", "1", *QUIET]
+    strategy = ["--strategy", "tp", "--devices", "2"] if name == "BrokenPlan" else ["--devices", "1"]
     with pytest.raises(ValueError, match="broken by its author"):
         command("fit", "--model", f"mine.{name}", "--data", "Digits", *flags, *strategy)
 

@@ -277,6 +277,7 @@ class Saved(Callback):
 @pytest.mark.parametrize("make", [lambda: "single", lambda: FSDP(FSDPOptions())], ids=["single", "fsdp"])
 def test_what_graphs_compute_again(make, precision, graphs, request):
     request.addfinalizer(lambda: dist.is_initialized() and dist.destroy_process_group())
+    torch._dynamo.utils.counters.clear()
     flags = {"precision": precision, "limit_val_batches": 0}
     expected, num_wide = Deep(), {}
     run(expected, strategy=make(), **flags)
