@@ -143,6 +143,8 @@ class _Compiled:
         self._compiled = torch.compile(step, backend=backend)
         self._backend = backend
         self._strategy = strategy
+        self._loaders: Any = None
+        self._is_short = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # another step calls this one
@@ -158,7 +160,9 @@ class _Compiled:
     def _has_short_batches(self) -> bool:
         """Whether the last batch of an epoch has fewer rows than the others: one graph is compiled for both."""
         loaders = getattr(self._trainer, _LOADERS[self._step.__name__])
-        return any(_has_short_batch(loader) for loader in tree_leaves(loaders))
+        if loaders is not self._loaders:  # not in each step
+            self._loaders, self._is_short = loaders, any(map(_has_short_batch, tree_leaves(loaders)))
+        return self._is_short
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copied or pickled module gets its original step.
