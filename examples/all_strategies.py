@@ -31,7 +31,7 @@ class Model(ByteGPT):
     """With an optimizer that keeps rounding noise small: by Adam's usual eps, noise alone takes full steps."""
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3, eps=1e-4, fused=self.device.type == "cuda" or None)
+        return torch.optim.AdamW(self.parameters(), lr=1e-3, eps=1e-4, fused=self.on_gpu or None)
 
 
 class Held(Callback):

@@ -36,8 +36,7 @@ class CausalLM(LightningModule):
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        flags = {"lr": 3e-4, "fused": self.device.type == "cuda" or None}  # in one kernel instead of many
-        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], **flags)
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=3e-4, fused=self.on_gpu or None)
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -56,9 +55,10 @@ def arguments() -> argparse.ArgumentParser:
     return parser
 
 
-def samples(path: Path, folder: Path, pattern: str, length: int) -> TensorDataset:
-    text = "\n".join(file.read_text(errors="replace") for file in sorted(folder.rglob(pattern)))
-    tokens = AutoTokenizer.from_pretrained(path)(text)["input_ids"] if any(path.glob("token*")) else list(text.encode())
+def samples(model: Path, folder: Path, pattern: str, length: int) -> TensorDataset:
+    text = "\n".join(path.read_text(errors="replace") for path in sorted(folder.rglob(pattern)))
+    has_tokenizer = any(model.glob("tokenizer*"))
+    tokens = AutoTokenizer.from_pretrained(model)(text)["input_ids"] if has_tokenizer else list(text.encode())
     if len(tokens) < length:
         raise SystemExit(f"{len(tokens)} tokens in files {pattern} of {folder}: give another folder, or --pattern")
     return TensorDataset(torch.tensor(tokens[: len(tokens) // length * length]).view(-1, length))
@@ -68,9 +68,9 @@ def main() -> None:
     flags = vars(arguments().parse_args())
     seed_everything(0)
     folder, lora, weights, batch_size = (flags.pop(name) for name in ("model", "lora", "weights", "batch_size"))
-    data = DataLoader(samples(folder, *map(flags.pop, ("text", "pattern", "length"))), batch_size, shuffle=True)
+    data = samples(folder, flags.pop("text"), flags.pop("pattern"), flags.pop("length"))
     engine = Engine(**flags, max_epochs=-1, log_every_n_steps=10)
-    engine.fit(CausalLM(folder, lora), data)
+    engine.fit(CausalLM(folder, lora), DataLoader(data, batch_size, shuffle=True))
     if weights:
         engine.export(weights)
 

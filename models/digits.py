@@ -74,7 +74,7 @@ class DigitsClassifier(LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         """Returns AdamW with a one-cycle schedule per step over the whole run."""
-        one_kernel = self.device.type == "cuda" or None  # instead of many, each of which reads all parameters
+        one_kernel = self.on_gpu or None  # instead of many, each of which reads all parameters
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr, weight_decay=self.weight_decay, fused=one_kernel)
         steps = int(self.trainer.estimated_stepping_batches)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=self.lr, total_steps=steps + 1)

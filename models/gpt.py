@@ -91,7 +91,7 @@ class ByteGPT(LightningModule):
             {"params": matrices, "weight_decay": self.weight_decay},
             {"params": others, "weight_decay": 0.0},
         ]
-        one_kernel = self.device.type == "cuda" or None  # instead of many, each of which reads all parameters
+        one_kernel = self.on_gpu or None  # instead of many, each of which reads all parameters
         optimizer = torch.optim.AdamW(groups, lr=self.lr, betas=(0.9, 0.95), fused=one_kernel)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self._lr_factor)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
