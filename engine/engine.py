@@ -351,6 +351,7 @@ class Engine(TrainerBase):
             RefusedError: the module can't be trained in this way, or there is no such checkpoint; before any process
                 starts. A `ValueError` and a `MisconfigurationException`.
             SIGTERMException: the process was sent SIGTERM; all ranks stop after the same step, with exit code 143.
+            SystemExit: after Ctrl-C, in the same way, with exit code 130.
         """
         resume = self.config.resume if ckpt_path is None else ckpt_path
         with refusing():

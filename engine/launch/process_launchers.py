@@ -305,7 +305,7 @@ class _WorkerLauncher(_MultiProcessingLauncher):
                 raise ProcessExitedException(reason, ended.error_index, ended.error_pid, ended.exit_code) from None
             raise
         except KeyboardInterrupt:
-            self._end_workers(_INTERRUPTED_S)  # they received it, too, unless it was sent to this process only
+            self._stop_workers()
             raise
         except BaseException:
             self.kill(signal.SIGKILL)  # nobody waits for them any more, but they may wait for each other
@@ -317,6 +317,15 @@ class _WorkerLauncher(_MultiProcessingLauncher):
         if not any(worker.is_alive() for worker in self.procs):
             raise SIGTERMException(_STOPPED)
         self.kill(signum)
+
+    def _stop_workers(self) -> None:
+        """Waits until workers have stopped after their step because of Ctrl-C; pressed again, for a moment only."""
+        try:
+            self.kill(signal.SIGTERM)  # they received Ctrl-C, too, unless it was sent to this process only
+            for worker in self.procs:
+                worker.join()
+        except KeyboardInterrupt:
+            self._end_workers(_INTERRUPTED_S)
 
     def _end_workers(self, patience_s: float) -> None:
         """Waits for the workers to end, and kills those that don't."""

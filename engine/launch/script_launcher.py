@@ -2,6 +2,7 @@
 
 import atexit
 import os
+import signal
 import socket
 import sys
 import threading
@@ -68,7 +69,9 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         return super().launch(*args, **kwargs)
 
     def kill(self, signum: Any) -> None:
-        """Sends all of them a signal."""
+        """Sends all of them a signal; those that are to be killed get the time to end by themselves."""
+        if signum == signal.SIGKILL:  # Lightning: after Ctrl-C, which all of them have got or agreed on
+            await_ranks(END_TIMEOUT_S)
         self._has_ended_them = True
         super().kill(signum)
 

@@ -61,6 +61,7 @@ class FitLoop(_FitLoop):
 
     def on_run_end(self) -> None:
         """Called after the last epoch: the hooks at the end of training, of which the strategy's may name a cause."""
+        self.trainer._signal_connector.end_training()  # type: ignore[attr-defined]
         follow_until_first_update(self.trainer)
         super().on_run_end()
         self.epoch_loop.first_steps.end_run()  # type: ignore[attr-defined]

@@ -162,7 +162,8 @@ class TrainerBase(Trainer):
             checkpoints.saver.finish()
             watchdog.stop()
             return results
-        except BaseException as exception:
+        except BaseException as ended:
+            exception = self._signal_connector.cause_of(ended)  # type: ignore[attr-defined]
             checkpoints.is_ending = True
             timeout_s = None if isinstance(exception, SIGTERMException) else _LAST_SAVE_TIMEOUT_S
             try:
@@ -176,7 +177,9 @@ class TrainerBase(Trainer):
                 )
             except Exception as later:
                 log_later_error(later)
-            raise
+            if exception is ended:
+                raise
+            raise exception from ended
 
     # Lightning: Trainer._teardown, called at the end of a run, which ends connections that a save may need.
     def _teardown(self) -> None:

@@ -88,12 +88,12 @@ def report_failure(
         leaves: whether the other ranks continue without this one, when they see that its process has ended.
         finish: called before the group ends.
     """
+    note_own_end()
     if isinstance(exception, (SIGTERMException, _TunerExitException)):  # no failure: all ranks agreed to stop here
         finish()
         if watchdog is not None:
             watchdog.stop()
         return
-    note_own_end()
     if watchdog is not None:
         watchdog.wait_for_verdict()
     rank, is_alone = _this_rank(watchdog)

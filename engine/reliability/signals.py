@@ -1,4 +1,4 @@
-"""Signals, handled by all ranks at the same step without a collective: SIGTERM stops, SIGUSR1 saves a snapshot.
+"""Signals, handled by all ranks at the same step without a collective: SIGTERM and Ctrl-C stop, SIGUSR1 saves.
 
 All ranks continue to train until they have agreed on the step at which they stop, through the process group's key-value
 store:
@@ -16,6 +16,7 @@ Lightning instead broadcasts a tensor, and reads it back, on every step.
 """
 
 import logging
+import os
 import signal
 import time
 from collections.abc import Callable, Collection
@@ -25,13 +26,15 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from .._compat.lightning import _SignalConnector
 from ..distributed.job_store import SignedStore
 from ..distributed.waits import waiting
 from ..strategies import adapt
 
-__all__ = ["SignalConnector", "StopConsensus"]
+__all__ = ["Interrupted", "SignalConnector", "StopConsensus"]
 
 log = logging.getLogger("polyphase.engine")
 
@@ -43,6 +46,10 @@ _STOP = "the stop of all"
 """The name of the wait in reports."""
 _STOP_TIMEOUT_S = 30.0
 """The seconds that rank 0 waits until the other ranks have stopped."""
+
+
+class Interrupted(SIGTERMException, KeyboardInterrupt):
+    """All ranks have stopped after the same step because of Ctrl-C; a KeyboardInterrupt for callbacks and callers."""
 
 
 class StopConsensus:
@@ -124,6 +131,10 @@ class SignalConnector(_SignalConnector):  # Lightning: Trainer._signal_connector
     requeues = False
     """Whether SLURM's signal saves the job and requeues it."""
     _is_requeued = False
+    _is_interrupted = False
+    """Whether Ctrl-C was pressed during the training of this run."""
+    _can_stop_later = False
+    """Whether Ctrl-C waits for the end of a step: a step has been trained, and another one comes."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._num_runs = self._num_snapshots = 0
@@ -154,6 +165,35 @@ class SignalConnector(_SignalConnector):  # Lightning: Trainer._signal_connector
         takes_snapshots = any(hasattr(callback, "on_train_step_end") for callback in self.trainer.callbacks)  # type: ignore[attr-defined]
         if takes_snapshots and not self._has_already_handler(signal.SIGUSR1):
             self._register_signal(signal.SIGUSR1, lambda *_: self.request_snapshot())
+        self._is_interrupted = self._can_stop_later = False
+        self._process = os.getpid()
+        if self.trainer.state.fn == TrainerFn.FITTING and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            self._register_signal(signal.SIGINT, self._interrupt)
+
+    def _interrupt(self, signum: int, frame: Any) -> None:
+        """Stops the run between two steps; before the first, after the last and when it is called again, at once.
+
+        Python loses an exception of a handler that is called within a weak reference's callback, for example.
+        """
+        is_fork = os.getpid() != self._process  # a loader's worker: its parent needs it until the run has stopped
+        if self._is_interrupted or not (self._can_stop_later or is_fork):
+            signal.default_int_handler(signum, frame)
+        self._is_interrupted = self._requested = True
+        if not is_fork:
+            rank_zero_info("Ctrl-C: the run stops after this step. Press it again to stop at once.")
+
+    def end_training(self) -> None:
+        """Called after the last step."""
+        self._can_stop_later = False
+
+    def cause_of(self, exception: BaseException) -> BaseException:
+        """Returns the exception that ends the run: after Ctrl-C, an interrupt, whatever else failed because of it."""
+        if not self._is_interrupted or isinstance(exception, KeyboardInterrupt):
+            return exception
+        if isinstance(exception, SIGTERMException):
+            return Interrupted(128 + signal.SIGINT)
+        log.warning("After Ctrl-C, the run ended before the end of the step: %r", exception)
+        return KeyboardInterrupt()
 
     def _agreement_on(self, subject: str) -> StopConsensus | None:
         fits = self.trainer.state.fn == TrainerFn.FITTING
@@ -189,6 +229,7 @@ class SignalConnector(_SignalConnector):  # Lightning: Trainer._signal_connector
             batches: number of batches trained on.
             evaluated: number of batches evaluated since then, while a validation runs.
         """
+        self._can_stop_later = True
         boundary = (batches << 32) + evaluated
         if self._agreement is not None and not self._agreed and self._agreement.should_stop(boundary, self._requested):
             self._requested = self._agreed = True

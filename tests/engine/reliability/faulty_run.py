@@ -75,9 +75,12 @@ class Troubled(LightningModule):
         elif self._meets("loader"):
             self.rows.is_stuck = True
         elif self.trouble in ("interrupt", "interrupt_slowly"):  # as a terminal does
-            if self.global_rank == self.rank:
-                os.killpg(0, signal.SIGINT)
-            time.sleep(100)
+            for _ in range(100):  # once more stops within the step
+                if self.global_rank == self.rank:
+                    os.killpg(0, signal.SIGINT)
+                time.sleep(1)
+        elif self._meets("interrupt_once"):
+            os.killpg(0, signal.SIGINT)
         elif self._meets("pause"):  # as when a laptop is closed
             subprocess.Popen(["sh", "-c", f"kill -STOP {me}; sleep 4; kill -CONT {me}"])
             time.sleep(1)
@@ -119,6 +122,8 @@ class Troubled(LightningModule):
         if self.trouble == "loader_worker":
             self.rows.is_stuck_at = AT
             return DataLoader(self.rows, batch_size=1, num_workers=1)
+        if self.trouble == "interrupt_once":  # a spawned worker would end
+            return DataLoader(self.rows, batch_size=1, num_workers=1, multiprocessing_context="fork")
         return DataLoader(self.rows, batch_size=1)
 
     def val_dataloader(self) -> Any:

@@ -106,6 +106,22 @@ def test_ctrl_c_ends_all_with_130(strategy):
         assert sorted(Path("snapshots").glob("step=24"))
 
 
+@pytest.mark.parametrize(
+    "strategy", ["single", "ddp", "ddp_fork", *nightly("ddp_spawn", "fsdp", "local_sgd:sync_every=8")]
+)
+def test_ctrl_c_stops_all_after_one_step_and_loses_nothing(strategy):
+    words = command(strategy, 0, "interrupt_once", 300, 1 if strategy == "single" else 2)
+    finished = run_command(words, timeout_s=120, cold=strategy == "ddp_spawn")
+    assert finished.returncode == 128 + signal.SIGINT, finished.output
+    assert finished.output.count("the run stops after this step") == 1
+    assert "Traceback" not in finished.output
+    assert "exited unexpectedly" not in finished.output, "the loaders' workers get Ctrl-C, too"
+    assert not Path("failures").exists()
+    assert not left_running()
+    (newest,) = [int(path.name[5:]) for path in Path("snapshots").glob("step=*") if path.name > "step=20"]
+    assert newest == 25 if strategy == "single" else newest > 24
+
+
 def test_an_interrupted_rank_0_has_the_time_to_end_when_the_others_have_ended():
     finished = run_command(command("ddp", 0, "interrupt_slowly", 300), timeout_s=120)
     assert finished.returncode == 128 + signal.SIGINT, finished.output
