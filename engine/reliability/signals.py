@@ -168,9 +168,9 @@ class SignalConnector(_SignalConnector):  # Lightning: Trainer._signal_connector
         self._is_interrupted = self._can_stop_later = False
         self._process = os.getpid()
         if self.trainer.state.fn == TrainerFn.FITTING and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            self._register_signal(signal.SIGINT, self._interrupt)
+            self._register_signal(signal.SIGINT, self._stop_on_ctrl_c)
 
-    def _interrupt(self, signum: int, frame: Any) -> None:
+    def _stop_on_ctrl_c(self, signum: int, frame: Any) -> None:
         """Stops the run between two steps; before the first, after the last and when it is called again, at once.
 
         Python loses an exception of a handler that is called within a weak reference's callback, for example.

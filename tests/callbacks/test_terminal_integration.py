@@ -152,7 +152,8 @@ def test_ctrl_c_leaves_the_bar_where_it_was_and_the_terminal_usable(tmp_path, st
     assert shown.is_left_usable
     (left,) = bars(shown.rows)
     assert left[1] == "Epoch 1/2"
-    assert 3 <= int(left[3]) < NUM_BATCHES
+    # Several ranks agree on the step after which they stop, which may be the last one.
+    assert 3 <= int(left[3]) < NUM_BATCHES + (strategy != "single")
     assert sum("Detected KeyboardInterrupt" in row for row in shown.rows) == 1
     assert "<the end>" not in shown.rows
 
