@@ -10,7 +10,7 @@ the rounds.
 
 import gc
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,10 +23,7 @@ from torch.utils.data import DistributedSampler
 
 from polyphase.engine import Engine
 from polyphase.engine.data.watched import Watched
-from polyphase.engine.loop.flat_epoch import next_batch
 from polyphase.engine.loop.hooks import Hooks
-from polyphase.engine.loop.shortcuts import BareStep, zero_grad
-from polyphase.engine.strategies.ddp import BareDDP
 
 __all__ = ["RUNGS", "by_rung", "ladder"]
 
@@ -40,7 +37,6 @@ RUNGS = (
     "the watchdog knows the phase; waits for data are timed",
     "a loss that is not finite is noticed",
     "signals are looked for",
-    "torch's labels for profilers are left out, which nothing records",
 )
 
 
@@ -61,11 +57,7 @@ def by_rung(rung: int, steps: int, num_ranks: int = 1) -> StepClock:
     steps_done, zeroed = optimization.optim_progress.optimizer.step, optimization.optim_progress.optimizer.zero_grad
     clock = module.clock = StepClock(steps)
     result: list[ClosureResult] = []
-    wrapper = DistributedDataParallel if rung < 9 else BareDDP
-    model: Any = wrapper(module) if num_ranks > 1 else None
-    bare_step = BareStep()
-    zeroes = (optimizer.zero_grad,) if rung < 9 else (zero_grad, optimizer)
-    step = optimizer.step if rung < 9 else lambda closure: bare_step(optimizer, closure)
+    model: Any = DistributedDataParallel(module) if num_ranks > 1 else None
 
     def wrapped_step(batch: list[Tensor], i: int) -> Tensor:
         clock.tick()
@@ -86,7 +78,7 @@ def by_rung(rung: int, steps: int, num_ranks: int = 1) -> StepClock:
         if rung >= 7:
             watch.observe(engine, "loss", result[0].loss, i)
         hooks.call("on_before_zero_grad", optimizer)
-        hooks.in_hook("optimizer_zero_grad", *zeroes)
+        hooks.in_hook("optimizer_zero_grad", optimizer.zero_grad)
         hooks.call("on_before_backward", loss)
         hooks.in_hook("backward", loss.backward)
         hooks.call("on_after_backward")
@@ -103,7 +95,7 @@ def by_rung(rung: int, steps: int, num_ranks: int = 1) -> StepClock:
     if rung >= 5:
         loader = Watched(loader, loader.sampler, lambda: 0, lambda: 2)
     run = hooked if rung >= 2 else plain
-    for i, batch in enumerate(loader if rung < 9 else _without_labels(loader)):
+    for i, batch in enumerate(loader):
         if rung >= 6:
             for phase in ("copy", "batch", "train", "optimizer", "train", "optimizer", "batch", "fetch"):
                 heartbeat.phase = phase
@@ -111,7 +103,7 @@ def by_rung(rung: int, steps: int, num_ranks: int = 1) -> StepClock:
         if rung >= 2:
             hooks.call("on_train_batch_start", batch, i)
         if rung >= 2:
-            hooks.in_hook("optimizer_step", step, lambda batch=batch, i=i: run(batch, i))
+            hooks.in_hook("optimizer_step", optimizer.step, lambda batch=batch, i=i: run(batch, i))
         elif rung == 1:
             optimizer.step(lambda batch=batch, i=i: run(batch, i))
         else:
@@ -128,16 +120,6 @@ def by_rung(rung: int, steps: int, num_ranks: int = 1) -> StepClock:
             signals.poll(i)
             assert not signals.received_sigterm
     return clock
-
-
-def _without_labels(loader: Any) -> Iterator[Any]:
-    iterator = iter(loader)
-    while True:
-        try:
-            batch = next_batch(iterator)
-        except StopIteration:
-            return
-        yield batch
 
 
 def _by(name: str) -> Callable[[int], float]:

@@ -26,7 +26,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from .. import labels
 from ..distributed.object_group import WORLD
 from ..strategies import adapt
 from ..strategies.before_use import call_before_use
@@ -67,12 +66,10 @@ class AveragedGradients:
         # A hook on all optimizers: the user's code may step one that the trainer does not know. Hooks on all of them
         # run before an optimizer's own, by which `zero1` hides gradients.
         self._handle = register_optimizer_step_pre_hook(functools.partial(call_before_use, self.check))
-        labels.own_step_hooks.append(self._handle)
 
     def close(self) -> None:
         """Removes its hook."""
         self._handle.remove()
-        labels.own_step_hooks.remove(self._handle)
 
     def check(self, optimizer: Optimizer) -> None:
         """Checks the gradients that an optimizer is about to use; phase 1.

@@ -10,11 +10,8 @@ from typing import Any
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
-from .. import labels
-
 # Lightning: what fetches the batches of Trainer.fit_loop.epoch_loop.
 from .._compat.lightning import _DataFetcher, _MaxSizeCycle, _PrefetchDataFetcher
-from .._compat.torch import _DatasetKind, _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
 from .hooks import Hooks, overridden
 from .log import attach_log, detach_log
 from .optimization import check_may_skip
@@ -22,7 +19,7 @@ from .out_of_memory import OutOfMemory, RetryStep
 from .shortcuts import Shortcuts
 from .transfer import Transfer
 
-__all__ = ["FlatEpoch", "fetch", "next_batch"]
+__all__ = ["FlatEpoch", "fetch"]
 
 
 def fetch(fetcher: _DataFetcher) -> Any:
@@ -43,7 +40,7 @@ def fetch(fetcher: _DataFetcher) -> Any:
         and combined._iterables is combined._flattened[0]  # a single loader, not a collection
     ):
         try:
-            batch = next_batch(cycle.iterators[0])
+            batch = next(cycle.iterators[0])
         except StopIteration:
             fetcher.done = cycle._consumed[0] = True
             raise
@@ -52,22 +49,6 @@ def fetch(fetcher: _DataFetcher) -> Any:
         fetcher.done = fetcher.fetched >= fetcher.length
         return batch
     return next(fetcher)[0]
-
-
-def next_batch(iterator: Any) -> Any:
-    """Returns the next batch of a loader's iterator, without torch's label if nothing records it: see `labels.py`."""
-    # torch: _BaseDataLoaderIter.__next__
-    kind = type(iterator)
-    if (
-        (kind is _SingleProcessDataLoaderIter or kind is _MultiProcessingDataLoaderIter)
-        and iterator._dataset_kind == _DatasetKind.Map
-        and iterator._sampler_iter is not None
-        and not labels.are_recorded()
-    ):
-        batch = iterator._next_data()
-        iterator._num_yielded += 1
-        return batch
-    return next(iterator)
 
 
 _CANCELLED: Any = object()

@@ -22,7 +22,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from .. import labels
 from ..compression import AllReduceHook, CommHook
 from ..flags import Layout
 from ..initialization.materialize import check_shapes
@@ -33,7 +32,7 @@ from .layout import DistributedStrategy
 from .options import DDPOptions
 from .sparse_gradients import check_dense_gradients
 
-__all__ = ["DDP", "BareDDP"]
+__all__ = ["DDP"]
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
 _NOT_OF_DDP = ("timeout_s", "average_buffers")
@@ -62,7 +61,7 @@ class DDP(DistributedStrategy, CommHookMixin, DDPStrategy):
         self._finds_unused = options.find_unused_parameters
         self._bucket_order: BucketOrder | None = None
         self._order_to_begin_with: list[str] | None = None
-        self._wrapper: BareDDP | None = None
+        self._wrapper: DistributedDataParallel | None = None
 
     def derive_layout(self, world_size: int) -> Layout:
         """Returns the layout: one replica per process."""
@@ -106,10 +105,10 @@ class DDP(DistributedStrategy, CommHookMixin, DDPStrategy):
         if self._finds_unused:
             options["find_unused_parameters"] = True
         if self._wrapper is None:
-            wrapped = BareDDP(model, **options)
+            wrapped = DistributedDataParallel(model, **options)
         else:
             wrapped = self._wrapper
-            wrapped.wrap_again(**options)
+            _find_trained_again(wrapped, options)
         if not self.capabilities.steps_alone:
             if self._bucket_order is not None:
                 self._bucket_order.close()
@@ -188,10 +187,10 @@ class DDP(DistributedStrategy, CommHookMixin, DDPStrategy):
             error.args = (self._unused_message([names[int(number)] for number in numbers[1].split()]),)
 
     def _wrap_again(self) -> None:
-        assert isinstance(self.model, BareDDP)
+        assert isinstance(self.model, DistributedDataParallel)
         hook = self.active_hook
         state = hook.state_dict() if hook is not None else {}
-        users = self.model.comm_hooks if hook is None else []
+        users = list(self.model._comm_hooks) if hook is None else []  # torch: the hooks and their states
         self._wrapper, self.model = self.model, self.lightning_module
         try:
             self.configure_ddp()
@@ -313,32 +312,16 @@ class DDP(DistributedStrategy, CommHookMixin, DDPStrategy):
         return [(name, p) for name, p in self.lightning_module.named_parameters() if p.requires_grad]
 
 
-class BareDDP(DistributedDataParallel):
-    """torch's wrapper; its `forward` sets no profiler label while nothing records labels: see `labels.py`."""
+def _find_trained_again(wrapped: DistributedDataParallel, options: dict[str, Any]) -> None:
+    """Has a wrapper find out again which parameters are trained.
 
-    def wrap_again(self, **options: Any) -> None:
-        """Finds out again which parameters are trained.
-
-        The wrapper stays the same object: whoever holds it, such as the context `no_sync` of a micro-batch, which sets
-        its attribute and restores it at its end, would otherwise act on one that is no longer used.
-        """
-        synchronises, trains = self.require_backward_grad_sync, self.training
-        # A broadcast of weights would write to them, and backward through a forward that was before it would fail.
-        BareDDP.__init__(self, self.module, **options, init_sync=False)
-        self.require_backward_grad_sync, self.training = synchronises, trains
-
-    @property
-    def comm_hooks(self) -> list[tuple[Callable[..., Any], Any]]:
-        """The registered comm hooks, each with its state."""
-        return list(self._comm_hooks)  # torch: DistributedDataParallel._comm_hooks
-
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Runs the module's forward."""
-        # torch: DistributedDataParallel.forward
-        if labels.are_recorded() or self._delay_all_reduce_all_params:
-            return super().forward(*inputs, **kwargs)
-        inputs, kwargs = self._pre_forward(*inputs, **kwargs)
-        return self._post_forward(self._run_ddp_forward(*inputs, **kwargs))
+    The wrapper stays the same object: whoever holds it, such as the context `no_sync` of a micro-batch, which sets its
+    attribute and restores it at its end, would otherwise act on one that is no longer used.
+    """
+    synchronises, trains = wrapped.require_backward_grad_sync, wrapped.training
+    # A broadcast of weights would write to them, and backward through a forward that was before it would fail.
+    DistributedDataParallel.__init__(wrapped, wrapped.module, **options, init_sync=False)
+    wrapped.require_backward_grad_sync, wrapped.training = synchronises, trains
 
 
 def _run_as_forward(

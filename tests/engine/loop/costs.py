@@ -147,12 +147,11 @@ def _calls_by_hand(device: torch.device, data: Dataset) -> float:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    # For its labels, which the engine leaves out, torch makes six fewer calls from 2.15 on.
-    return module.calls.per_step + (0 if torch.__version__ < "2.15" else 6)
+    return module.calls.per_step
 
 
 def calls_of_a_step(trainer: Any, data: Dataset | None = None) -> float:
-    """Calls of a step beside those that a loop by hand makes on the same device and data, with torch 2.13."""
+    """Calls of a step beside those that a loop by hand makes on the same device and data."""
     data = TensorDataset(torch.randn(NUM_ROWS, 4)) if data is None else data
     module = _Counted(CallCount(_FIRST, _LAST))
     trainer.fit(module, DataLoader(data, batch_size=2))

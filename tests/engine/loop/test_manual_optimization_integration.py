@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils.data import DataLoader, TensorDataset
 
-from polyphase.engine import Engine, labels
+from polyphase.engine import Engine
 from tests.distributed import run_ranks
 from tests.engine.parity import MLP, QUIET, TOLERANCE, largest_difference, suffixed
 from tests.engine.tiny import as_rank
@@ -144,7 +144,6 @@ def check_hooks(rank: int) -> None:
     assert not any(parameter._post_accumulate_grad_hooks for parameter in module.parameters())
     assert "backward" not in vars(module.trainer.strategy)
     assert not _global_optimizer_pre_hooks
-    assert not labels.own_step_hooks
 
 
 def test_a_backward_past_the_strategy_is_told_where_batches_are_uneven():

@@ -124,6 +124,35 @@ def test_a_step_that_a_strategy_of_several_ranks_gets_in_mid_epoch_is_called():
     assert len(patch.seen) >= NUM_BATCHES - PATCHED_AT - 1
 
 
+class Counting(torch.optim.SGD):
+    """Has a `step` and a `zero_grad` of its own."""
+
+    num_steps = num_zeroed = 0
+
+    def step(self, closure=None):
+        self.num_steps += 1
+        return super().step(closure)
+
+    def zero_grad(self, set_to_none=True):
+        self.num_zeroed += 1
+        super().zero_grad(set_to_none)
+
+
+class Replace(Callback):
+    """Puts another optimizer in place of the first one, in mid-epoch."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if batch_idx == PATCHED_AT:
+            trainer.strategy.optimizers = [Counting(pl_module.parameters(), lr=0.1)]
+
+
+def test_an_optimizer_that_a_callback_puts_in_place_of_the_first_is_called():
+    trainer = engine(callbacks=[Replace()])
+    trainer.fit(Net(), data())
+    optimizer = trainer.optimizers[0]
+    assert (optimizer.num_steps, optimizer.num_zeroed) == (NUM_BATCHES - PATCHED_AT, NUM_BATCHES - PATCHED_AT)
+
+
 class Own(SingleDeviceStrategy):
     """Overrides the chain of a step in all places."""
 
