@@ -1,5 +1,6 @@
 """Counts the writes into a tensor, with those through its `data`, which torch counts apart from it."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -31,7 +32,9 @@ class _Counted(Tensor):
                 f" shape {tuple(value.shape)}, {value.dtype}, which is refused: choose strategy 'ddp', without"
                 " activation_checkpointing."
             )
-        self.data.copy_(value)
+        values = self.data
+        with nullcontext() if value.is_meta else torch._C.DisableTorchFunction():  # a mode sees one assignment
+            values.copy_(value)
 
 
 class _CountedParameter(_Counted, nn.Parameter):

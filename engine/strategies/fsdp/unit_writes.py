@@ -22,7 +22,15 @@ from .unit_order import WRITE, UnitOrder
 __all__ = ["keep_writes"]
 
 
-def keep_writes(model: nn.Module, flag: str, order: UnitOrder | None, group: Any, *, watches_data: bool) -> None:
+def keep_writes(
+    model: nn.Module,
+    flag: str,
+    order: UnitOrder | None,
+    group: Any,
+    *,
+    watches_data: bool,
+    name_of: Callable[[Tensor], str] | None = None,
+) -> None:
     """Makes all units of `model`, and the rest of it, keep what their forward writes into their parameters.
 
     Args:
@@ -31,18 +39,27 @@ def keep_writes(model: nn.Module, flag: str, order: UnitOrder | None, group: Any
         order: checks that all ranks have written; None: there is one rank.
         group: all ranks with other samples.
         watches_data: whether writes through `parameter.data` count; compiled units take no parameters of another class.
+        name_of: returns the name of a whole copy; refuses all writes, by this name.
     """
     for unit in model.modules():
         if isinstance(unit, FSDPModule):
             # torch: FSDPState._fsdp_param_groups, FSDPParamGroup.pre_forward and post_forward
             for parameters in unit._get_fsdp_state()._fsdp_param_groups:
-                _Writes(parameters, flag, order, group, watches_data)
+                _Writes(parameters, flag, order, group, watches_data, name_of)
 
 
 class _Writes:
-    def __init__(self, parameters: Any, flag: str, order: UnitOrder | None, group: Any, watches_data: bool) -> None:
+    def __init__(
+        self,
+        parameters: Any,
+        flag: str,
+        order: UnitOrder | None,
+        group: Any,
+        watches_data: bool,
+        name_of: Callable[[Tensor], str] | None,
+    ) -> None:
         self._members, self._flag, self._order, self._group = parameters, flag, order, group
-        self._watches_data = watches_data
+        self._watches_data, self._name_of = watches_data, name_of
         self._versions: list[int] = []
         earlier: Any = getattr(parameters.post_forward, "__self__", None)  # of an earlier run
         is_wrapped = isinstance(earlier, _Writes)
@@ -71,6 +88,12 @@ class _Writes:
 
     @torch.no_grad()
     def _keep(self, written: list[Any]) -> None:
+        if self._name_of is not None:
+            raise RuntimeError(
+                f"under {self._flag} a forward writes into {self._name_of(written[0]._unsharded_param)!r}, and this"
+                " rank has a shard of it: write in a hook, such as on_train_batch_end, or choose 'pp', 'pp+ddp' or"
+                " 'fsdp'."
+            )
         wholes = [_local(p._unsharded_param).detach() for p in written]
         names = [p._param_fqn or "?" for p in written]
         if self._order is not None:

@@ -113,7 +113,7 @@ class AttributeGuard:
             unit = by_stage[stage].by_units.get(key)
             writers.setdefault(stage, f"`{step}`" if unit is None else f"the block {unit!r}")
         parameter = self._module.get_submodule(key[0])._parameters.get(key[1])
-        needed = {*writers, *(() if parameter is None else self._plan.holders[parameter])}
+        needed = {*writers, *(() if parameter is None else self._plan.holders.get(parameter, ()))}
         if not needed <= stages and any(key in writes.states for writes in by_stage.values()):
             raise CutError(self._conflict_text(key, writers))
         if len(stages) < len(by_stage):

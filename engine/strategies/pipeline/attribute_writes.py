@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from ..counted_writes import num_writes
 from .reachable_state import NOT_THE_USERS_ATTRIBUTES, Code, Place, Walk, is_of_a_users_class
 from .remote_values import CutError, has_absent
 
@@ -152,8 +153,7 @@ def _fingerprints(part: nn.Module, names: dict[int, str], *, parameters: bool) -
         if parameters:  # by version only: parameters that are lent replace shapes
             for key, parameter in submodule._parameters.items():
                 if parameter is not None:
-                    version = 0 if parameter.is_meta or parameter.is_inference() else parameter._version
-                    fingerprints[name, key] = (nn.Parameter, version)
+                    fingerprints[name, key] = (nn.Parameter, 0 if parameter.is_meta else num_writes(parameter))
     return fingerprints
 
 

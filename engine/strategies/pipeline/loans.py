@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...compression.counting_group import CountingGroup, TrafficKey
+from ..counted_writes import begin_count
 from .plan import StagePlan
 from .remote_values import CutError
 
@@ -45,6 +46,7 @@ class BorrowedParameters:
     def put(self, shape: nn.Parameter, content: Tensor) -> nn.Parameter:
         """Replaces a shape by a parameter with content, under all its names; returns the parameter."""
         parameter = nn.Parameter(content, shape.requires_grad)
+        begin_count(parameter)  # until the end of the batch, as the parameters of this rank
         self._present[id(shape)] = shape, parameter
         for submodule in self._module.modules():
             for name, value in submodule._parameters.items():

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from .attribute_writes import REMEDY
+from .parameter_writes import KeptValues, advances_text
 from .reachable_state import Place, ReachableState, sums
 from .remote_values import tensors_in
 from .shapes import zeros_of
@@ -32,7 +33,6 @@ __all__ = ["state_problem"]
 
 _Run = tuple[list[Any], dict[Place, Any]]
 """The sums of what a stage returned, and the state after it."""
-_LIKE_ONE = "set microbatches=1 with schedule=gpipe, which is as in one process (one stage works at a time)"
 
 
 def state_problem(stage: StageModule, number: int) -> str | None:
@@ -48,12 +48,18 @@ def state_problem(stage: StageModule, number: int) -> str | None:
     partitioned.written = None
     partitioned.job = dataclasses.replace(job, finish=lambda index, output: output, is_trial=True)
     state = ReachableState(partitioned.module, parameters=partitioned.borrowed.allowed)
-    undo = state.snapshot()
+    undo_state, kept = state.snapshot(), KeptValues(partitioned.own_parameters)
+
+    def undo() -> None:
+        undo_state()
+        kept.undo()
+
     try:
         # Random values show more than zeros, but code that checks values may refuse them.
         for make in (_random_of, zeros_of):
             try:
-                return _problem(stage, state, undo, make, number)
+                with kept:
+                    return _problem(stage, state, undo, make, number)
             except Exception:  # with the batch's own values it may go well
                 continue
         return None
@@ -116,20 +122,12 @@ def _problem(
     # What differs though it began equal (a time of day) is no state.
     places -= _different(first[1], again[1]) - _different(before, before_again)
     if kept := sorted(place for place in places if place.kind != "buffer"):  # of buffers `buffers_warning` warns
-        return _text(kept[0].text(module), number)
+        return advances_text(kept[0].text(module), number)
     changed = _different(before, first[1])
     if depends and again[0] == first[0] and not any(place.kind == "buffer" for place in changed):
         names = [place.text(module) for place in sorted(changed)[:3]] or ["something that it keeps where none looks"]
-        return _text(" or ".join(names), number)
+        return advances_text(" or ".join(names), number)
     return None
-
-
-def _text(what: str, number: int) -> str:
-    return (
-        f"{what} is changed by each micro-batch, and the next one finds it changed: in a pipeline it advances {number}"
-        f" times a batch, in one process once. Such a step is refused: change it in a hook that is called once a batch,"
-        f" such as on_train_batch_start; {_LIKE_ONE}; or choose another strategy, such as 'fsdp'."
-    )
 
 
 def _different(a: dict[Place, Any], b: dict[Place, Any]) -> set[Place]:

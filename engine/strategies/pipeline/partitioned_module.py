@@ -14,6 +14,7 @@ from .attribute_guard import AttributeGuard
 from .attribute_writes import StageWrites
 from .collectives import NoCollectives
 from .loans import BorrowedParameters
+from .parameter_writes import ParameterWrites
 from .plan import StagePlan
 from .received_values import FilledTensors
 from .shapes import Shapes
@@ -66,6 +67,8 @@ class PartitionedModule:
         device: device of this rank's parameters.
         own_stages: the stages of this rank.
         lends: whether stages may use parameters that other stages hold.
+        watches_writes: whether to watch writes into parameters: not those of FSDP2, which has copies of them, nor those
+            of compiled units, which take no parameters of another class.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class PartitionedModule:
         own_stages: Sequence[int],
         *,
         lends: bool = True,
+        watches_writes: bool = True,
     ) -> None:
         self.module, self.plan, self.device = module, plan, device
         self.collectives = NoCollectives()
@@ -101,14 +105,24 @@ class PartitionedModule:
         self.buffer_stages: dict[str, int] = {}
         """Maps the name of a buffer to the one stage that writes it."""
         self.numbers = {unit: number for number, unit in enumerate(unit for stage in plan.stages for unit in stage)}
-        names = {id(part): name for name, part in module.named_modules()}
-        self.names = {unit: names[id(unit)] for unit in self.numbers}
-        """The first name of each unit."""
+        self.parts = {part: name for name, part in module.named_modules()}
+        """The first name of each sub-module."""
+        self.names = {unit: self.parts[unit] for unit in self.numbers}
+        self.own_parameters: dict[int, list[nn.Parameter]] = {}
+        """For each stage of this rank the parameters that it holds, if writes into them are watched."""
+        if watches_writes:
+            for stage in own_stages:
+                self.own_parameters[stage] = [p for p in module.parameters() if stage in plan.holders[p]]
+        self.parameter_writes = ParameterWrites(self.own_parameters, self.name_of)
         for stage, units in enumerate(plan.stages):
             for unit in units:
                 unit.forward = _UnitForward(self, unit, stage, unit.forward)
                 # In front of the user's hooks, backward hooks included: these see what the stage has received.
                 unit.register_forward_pre_hook(_Border(self, stage), prepend=True, with_kwargs=True)
+
+    def name_of(self, parameter: Tensor) -> str:
+        """Returns the first name of a parameter of the module."""
+        return next(name for name, other in self.module.named_parameters() if other is parameter)
 
     def is_buffer(self, tensor: Tensor) -> bool:
         """Whether `tensor` is a buffer of the module."""

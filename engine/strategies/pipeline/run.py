@@ -8,7 +8,7 @@ of a stage (dropout) draw from the stage's own stream.
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from .log import StepLog, idle_text, share_metrics, unshare_metrics
 from .losses import Losses
 from .micro_batch_state import state_problem
 from .micro_batches import batch_norm_warning, buffers_warning, loss_warning
+from .parameter_writes import KeptValues, new_parameter_text
 from .partitioned_module import PartitionedModule, StepJob
 from .reachable_state import ReachableState
 from .remote_values import CutError
@@ -177,7 +178,11 @@ class Runner:
         is_new = work.job.is_first = self._record_writes(name)
         if is_new:
             check_hooks(self.module, self.partitioned.plan)
-        with self._running(work.job, work.log):
+        watches = is_new or work.num_micro_batches > 1
+        with (
+            self._running(work.job, work.log),
+            self.partitioned.parameter_writes.counted() if watches else nullcontext(),
+        ):
             schedule = self._schedule_for(work)
             loans = loans_between(self.module, self.partitioned.plan, work.job.shapes.borrowed, self._num_ranks)
             lend(loans, self.partitioned.borrowed, self.wire, self.partitioned.device)
@@ -340,18 +345,24 @@ class Runner:
             job.shapes.used[last] = dict(first.used.get(last, {}))
             job.shapes.borrowed[last] = list(first.borrowed.get(last, []))
         own_stages = {stage.stage: stage for stage in self._stages}
-        undo = ReachableState(self.module).snapshot()
+        undo, kept = ReachableState(self.module).snapshot(), KeptValues(self.partitioned.own_parameters)
         try:
             for stage in range(self.partitioned.plan.num_stages):
                 failure: Exception | None = None
                 if stage in own_stages:
                     try:
-                        own_stages[stage].try_out()
+                        with kept:
+                            own_stages[stage].try_out()
                     except Exception as error:
                         failure = error
                 self._broadcast_findings(name, stage, job, failure)
         finally:
             undo()
+            kept.undo()
+        if self.partitioned.borrowed.allowed:
+            for parameter_name, parameter in self.module.named_parameters():
+                if parameter not in self.partitioned.plan.holders:
+                    raise CutError(new_parameter_text("the step", parameter_name))
         job.shapes.carry()
         if first is None:
             self._first[kind] = job.shapes

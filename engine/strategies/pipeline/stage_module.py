@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from .attribute_writes import WriteRecorder
 from .failures import describe_failure
+from .parameter_writes import no_new_parameters
 from .partitioned_module import PartitionedModule
 from .received_values import ReceivedValues
 from .remote_values import CutError, RemoteValueMode, has_absent, mark_origin, origin_of, tensors_in, users_line
@@ -147,7 +148,12 @@ class StageModule(nn.Module):
         sent: Sequence[Tensor] | None = None
         output: Any = None
         try:
-            with job.context(), partitioned.collectives, self._absent:
+            with (
+                job.context(),
+                partitioned.collectives,
+                no_new_parameters(partitioned.parts),
+                self._absent,
+            ):
                 output = job.step(index)
         except _EndOfStage as end:
             sent = end.tensors
@@ -157,6 +163,8 @@ class StageModule(nn.Module):
         if self._recorder is not None:
             partitioned.written[self.stage] = self._recorder.end()  # type: ignore[index]
         self._content.end()
+        if not job.is_trial:
+            partitioned.parameter_writes.check(self.stage, job.num_micro_batches)
         if sent is not None:
             return self._to_send(sent)
         if not self.is_last or not self.is_live:

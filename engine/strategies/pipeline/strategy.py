@@ -36,6 +36,7 @@ from ...initialization.materialize import check_shapes, materialize
 from ...initialization.stored_weights import read_stored
 from ..compiled_block import CompiledBlock
 from ..fsdp.comm import CountedAllGather, CountedReduceScatter, attach_to_gathered, fsdp_units, reshard
+from ..fsdp.unit_writes import keep_writes
 from ..mesh import MeshStrategy
 from ..optimizer_trial import habits_of
 from ..options import PPDDPOptions, PPFSDPOptions, PPOptions
@@ -244,7 +245,10 @@ class Pipeline(MeshStrategy):
             for unit in own_units:
                 CompiledBlock(unit, self.compile)
         lends = not isinstance(self.options, PPFSDPOptions)  # under FSDP2 the holder has no whole parameters to lend
-        self._partitioned = PartitionedModule(model, plan, self.root_device, own_stages, lends=lends)
+        watches = lends and self.compile is None
+        self._partitioned = PartitionedModule(
+            model, plan, self.root_device, own_stages, lends=lends, watches_writes=watches
+        )
         self._parts = [StageModule(self._partitioned, stage) for stage in own_stages]
         if isinstance(self.options, PPFSDPOptions):
             never_flatten(model)
@@ -253,6 +257,10 @@ class Pipeline(MeshStrategy):
                 with replacements.within(submodule):
                     self._shard(submodule, units)
                 attach_to_gathered(submodule)
+                watches_data = self.compile is None
+                keep_writes(
+                    submodule, repr(self), None, None, watches_data=watches_data, name_of=self._partitioned.name_of
+                )
         replacements.update_references()
 
     def _shard(self, stage: StageModule, units: set[nn.Module]) -> None:

@@ -1,0 +1,150 @@
+"""Writes of a step into parameters: as in one process, or refused by the parameter's name, in whichever batch."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.engine.strategies.test_parameters_integration import Block, Net, assert_equal, fit, in_process
+
+ONE = "pp_fork:microbatches=1,schedule=gpipe"
+
+
+class Writes(Block):
+    late = True
+    """Whether the batch is not one of the first two."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.write(x)
+        return super().forward(x)
+
+    def write(self, x: Tensor) -> None:
+        pass
+
+
+class Bounds(Writes):
+    def write(self, x: Tensor) -> None:
+        self.up.weight.data = torch.renorm(self.up.weight.data, 2, 0, 0.5)
+        self.down.weight.data.clamp_(-0.1, 0.1)
+
+
+class BoundsInPlace(Writes):
+    @torch.no_grad()
+    def write(self, x: Tensor) -> None:
+        self.up.weight.renorm_(2, 0, 0.5)
+
+
+class Shrinks(Writes):
+    def write(self, x: Tensor) -> None:
+        self.up.weight.data = self.up.weight.data * 0.9
+
+
+class ShrinksLate(Writes):
+    def write(self, x: Tensor) -> None:
+        if self.late:
+            self.up.weight.data.mul_(0.9)
+
+
+class ShrinksLateInPlace(Writes):
+    @torch.no_grad()
+    def write(self, x: Tensor) -> None:
+        if self.late:
+            self.up.weight.mul_(0.9)
+
+
+class Initialises(Writes):
+    """Its parameter itself says whether it has been."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.zeros(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.scale.any():
+            self.scale.data.copy_(1 / (1 + x.detach().std(0)))
+        return self.scale * super().forward(x)
+
+
+class Replaces(Writes):
+    def write(self, x: Tensor) -> None:
+        self.up.weight = nn.Parameter(self.up.weight.detach() * 0.9)
+
+
+class ReplacesLate(Writes):
+    def write(self, x: Tensor) -> None:
+        if self.late:
+            self.up.weight = nn.Parameter(self.up.weight.detach() * 0.9)
+
+
+class ReplacesInTheTable(Writes):
+    def write(self, x: Tensor) -> None:
+        self.up._parameters["weight"] = nn.Parameter(self.up.weight.detach())
+
+
+class ReplacesInAHook(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up.register_forward_pre_hook(lambda up, args: setattr(up, "weight", nn.Parameter(up.weight.detach())))
+
+
+class GrowsLate(Writes):
+    def write(self, x: Tensor) -> None:
+        if self.late and not hasattr(self, "more"):
+            self.more = nn.Linear(16, 16)
+
+
+class Own(Net):
+    """Blocks of a class; `after` writes behind them, where another stage runs."""
+
+    def __init__(self, kind: type[Block], after: bool = False) -> None:
+        torch.manual_seed(1)
+        super().__init__()
+        self.blocks = nn.ModuleList(kind() for _ in range(4))
+        self.after = after
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        for block in self.blocks:
+            vars(block)["late"] = batch_idx >= 2  # no attribute that the guard of attributes knows
+        loss = super().training_step(batch, batch_idx)
+        if self.after:
+            self.blocks[0].up.weight.data.copy_(self.blocks[0].up.weight.data.clamp(-0.1, 0.1))
+        return loss
+
+
+@pytest.mark.parametrize(
+    ("strategy", "kind"), [("pp_fork", Bounds), (ONE, Bounds), (ONE, BoundsInPlace), (ONE, Shrinks), (ONE, Initialises)]
+)
+def test_writes_are_those_of_one_process(strategy, kind):
+    """With one micro-batch nothing is left of the trial run."""
+    assert_equal(fit(Own(kind), strategy), in_process(Own(kind)))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "kind", "message"),
+    [
+        (
+            "pp_fork",
+            BoundsInPlace,
+            "writes in place into the parameter 'blocks.*.up.weight', whose values the backward",
+        ),
+        ("pp_fork", Shrinks, "the parameter 'blocks.*.up.weight' is changed by each micro-batch"),
+        ("pp_fork", ShrinksLate, "the parameter 'blocks.*.up.weight' is changed by each micro-batch"),
+        ("pp_fork", ShrinksLateInPlace, "the parameter 'blocks.*.up.weight' is changed by each micro-batch"),
+        ("pp_fork", Initialises, "the parameter 'blocks.*.scale' is changed by each micro-batch"),
+        (ONE, Replaces, "in write: .* assigns another parameter to 'blocks.*.up.weight' within the step"),
+        ("pp_fork", ReplacesLate, "in write: .* assigns another parameter to 'blocks.*.up.weight' within the step"),
+        ("pp_fork", ReplacesInTheTable, "the step assigns another parameter to 'blocks.*.up.weight'"),
+        ("pp_fork", ReplacesInAHook, "in <lambda>: .* assigns another parameter to 'blocks.*.up.weight'"),
+        ("pp_fork", GrowsLate, "in write: .* assigns another parameter to 'blocks.*.more.weight' within the step"),
+        ("pp+fsdp_fork", Bounds, "a forward writes into 'blocks.*.up.weight', and this rank has a shard"),
+    ],
+)
+def test_other_writes_are_refused_by_name(strategy, kind, message):
+    with pytest.raises(Exception, match=message):
+        fit(Own(kind), strategy)
+
+
+def test_a_write_where_another_stage_runs_is_refused():
+    with pytest.raises(Exception, match=r"the parameter 'blocks.0.up.weight' of Linear is written by `training_step`"):
+        fit(Own(Block, after=True), "pp_fork")
