@@ -559,6 +559,8 @@ def _difference(actual: Tensor, expected: Tensor, before: Tensor, above_rounding
     """Returns the largest difference of comparable elements, above rounding, and the largest change of an element."""
     if actual.shape != expected.shape:
         return torch.inf, 0.0
+    if before.shape != expected.shape:  # a buffer that grows
+        before = torch.zeros_like(expected)
     if expected.is_complex():
         actual, expected, before = (torch.view_as_real(tensor) for tensor in (actual, expected, before))
         above_rounding = None if above_rounding is None else above_rounding.unsqueeze(-1).expand(expected.shape)

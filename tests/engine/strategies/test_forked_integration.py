@@ -54,6 +54,22 @@ def test_a_buffer_that_has_grown_comes_back(strategy, tmp_path, monkeypatch):
     assert torch.equal(found.memory, torch.arange(2.0)[:, None].expand(2, 4))
 
 
+class Extends(Grows):
+    """Its table is made as long as the first batch needs it."""
+
+    def training_step(self, batch, batch_idx):
+        if not len(self.memory):
+            self.memory = torch.ones(3, 4)
+        return Regression.training_step(self, batch, batch_idx)
+
+
+@pytest.mark.parametrize("strategy", FORKED)
+def test_the_first_steps_are_compared_with_a_buffer_that_grows(strategy):
+    found = Extends()
+    engine(strategy=strategy, devices=2, check_first_steps=True).fit(found, rows(batch_size=4))  # or it is an error
+    assert found.memory.shape == (3, 4)
+
+
 SCRIPT = """
 import torch
 from tests.engine.tiny import Regression, engine, rows
