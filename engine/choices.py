@@ -79,7 +79,7 @@ ActivationCheckpointing = Literal["none", "full", "selective"]
 Offload = Literal["activations", "optimizer", "parameters"]
 """State that can be kept in host memory; `optimizer` only with `parameters`."""
 
-NonFinitePolicy = Literal["warn", "error", "ignore"]
+NonFinitePolicy = Literal["warn", "error", "skip", "ignore"]
 """Responses to a loss or gradient norm that is infinite or NaN."""
 
 UnevenPolicy = Literal["pad", "drop"]

@@ -63,7 +63,7 @@ class EngineConfig:
     offload: Offload | Sequence[Offload] | None = None
     """Tensors that are kept in host memory: ``"activations"``, ``"parameters"`` or both."""
     nonfinite: NonFinitePolicy = "warn"
-    """Response to a loss or gradient norm that is infinite or NaN."""
+    """Response to a loss or gradient that is infinite or NaN: ``"skip"`` leaves the step out, on all ranks."""
     check_first_steps: bool | Literal["auto"] = "auto"
     """Whether the first steps are compared with those of the whole module in one process."""
 

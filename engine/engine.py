@@ -136,7 +136,10 @@ class Engine(TrainerBase):
         hang_timeout_s: seconds that a rank may stay at one batch and phase; then the run ends, and the rank at fault
             is named with its stack. Three times as long before the second batch, once all ranks are connected. None:
             no limit.
-        nonfinite: reaction to a loss or gradient norm that is infinite or NaN: ``"warn"``, ``"error"`` or ``"ignore"``.
+        nonfinite: reaction to a loss or gradient norm that is infinite or NaN: ``"warn"``, ``"error"``: the run ends,
+            with the weights from before that step, ``"skip"``: all ranks leave the step out (weights, optimizer state,
+            residuals, buffers), and the run ends after 20 of them in a row, or ``"ignore"``. Under ``"error"`` and
+            ``"skip"`` the host waits for an accelerator in each step unless the optimizer is ``fused=True``.
         check_first_steps: compare losses, gradients and weights of the first steps between the ranks, and, under
             strategies that divide the module or the optimizer's state (fsdp, hsdp, tp, pp, zero1), with those of the
             whole module in one process: ``"auto"`` warns of a difference, and takes a sample of large modules; with
@@ -310,6 +313,13 @@ class Engine(TrainerBase):
             callbacks.insert(0, OffloadActivations())
 
     def _check_batches(self, config: EngineConfig) -> None:
+        if config.nonfinite == "skip":
+            if self.strategy.handles_gradient_accumulation:
+                raise ValueError(
+                    f"nonfinite='skip' can't leave out steps under {type(self.strategy).__name__}, which takes them"
+                    " itself: choose 'warn' or 'error', or one of the engine's strategies."
+                )
+            adapt(self.strategy).may_leave_out()
         if config.micro_batch_size == "auto" and self.world_size > 1:
             prepare_to_repeat(self.strategy, sync_batchnorm=config.sync_batchnorm)
         check_batch_sizes(

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
-from torch import nn
+from torch import Tensor, nn
 
 from ..flags import check_count
 from .all_reduce import AllReduceHook
@@ -78,7 +78,7 @@ class Auto(CommHook):
             self._like[bucket.index] = Bucket(bucket.index, shape_alone, bucket.members)
         self._method.average(bucket, wire)
 
-    def on_step_end(self, *, skipped: bool = False) -> None:
+    def on_step_end(self, *, skipped: bool | Tensor = False) -> None:
         """Records the times of a measured step, and chooses the method after the last one.
 
         It chooses between two steps, when no activations are in memory. Skipped and repeated steps are not measured: a
@@ -90,10 +90,10 @@ class Auto(CommHook):
             return
         now = timestamp(next(iter(self._like.values())).gradients.device)
         assert self.bucket_times is not None
-        is_settled = self.step > _SETTLING_STEPS and not skipped
+        is_settled = self.step > _SETTLING_STEPS and skipped is False
         if is_settled and self._step_began is not None and len(self._seen) < self.steps:
             self._seen.append((self._step_began, list(self.bucket_times), now))
-        self._step_began = None if skipped else now
+        self._step_began = None if skipped is True else now
         self.bucket_times.clear()
         if len(self._seen) == self.steps:
             self._choose()
@@ -145,6 +145,7 @@ class Auto(CommHook):
         assert self._module is not None
         assert self.wire is not None
         self._method.may_repeat, self._method.finds_unused = self.may_repeat, self.finds_unused
+        self._method.may_leave_out = self.may_leave_out
         self._method.begin(self._module, self.wire, self._scaler)
 
     def _measured_step(self) -> Step:

@@ -82,6 +82,9 @@ class CommHook(ABC):
         self._greatest_sums: dict[int, Tensor] = {}
         self.may_repeat = False
         """Whether a step may be repeated after its buckets were averaged; set before training."""
+        self.may_leave_out = False
+        """Whether a step is left out if its gradients are not finite; set before training."""
+        self._largest: dict[int, Tensor] = {}
         self.finds_unused = False
         """Whether DDP ignores the average of gradients that no rank has computed."""
         self.sees_shards_only = False
@@ -133,7 +136,7 @@ class CommHook(ABC):
         if not self.is_checked:
             self.check(module)
         self.step = 0
-        for forgotten in (self._buckets, self._greatest_norms, self._greatest_sums):
+        for forgotten in (self._buckets, self._greatest_norms, self._greatest_sums, self._largest):
             forgotten.clear()
         self._names = {parameter: name for name, parameter in module.named_parameters()}
         self.wire = wire
@@ -144,7 +147,7 @@ class CommHook(ABC):
             self.prepare(trained, wire.size)
         for memory in self.memories().values():
             # With a loss scale a step may overflow, and this is known only after all buckets are averaged.
-            memory.in_two_phases = scaler is not None or self.may_repeat
+            memory.in_two_phases = scaler is not None or self.may_repeat or self.may_leave_out
             memory.load_state_dict({})
 
     @property
@@ -180,12 +183,14 @@ class CommHook(ABC):
         if self.bucket_times is not None and ready is None:
             ready = timestamp(bucket.gradients.device)
         # Phase 1. With a loss scale, infinities are expected; the step is then skipped.
-        if self._scaler is None:
+        if self.may_leave_out:
+            self._note_largest(bucket.index, bucket.gradients)
+        elif self._scaler is None:
             self._note_bad(bucket.index, bucket.members, bucket.gradients.split(bucket.numels))
         # Phase 2.
         self.average(bucket, self.wire)
         # Phase 3. The result is the same on all ranks, so all can act on it.
-        if self._scaler is None:
+        if self._scaler is None and not self.may_leave_out:
             self._note_average(bucket.index, bucket.gradients)
         if self.bucket_times is not None:
             self.bucket_times.append((bucket.index, ready, timestamp(bucket.gradients.device)))
@@ -198,12 +203,14 @@ class CommHook(ABC):
         self.wire.bucket = unit
         self.num_plain_bytes += round(whole.nbytes * self.wire.reduce_scatter_share)
         self.sees_shards_only = True
+        if self.may_leave_out:
+            self._note_largest(unit, whole)
         # If the sizes differ, some members have no gradients.
-        if self._scaler is None and sum(member.numel for member in members) == shard.numel():
+        elif self._scaler is None and sum(member.numel for member in members) == shard.numel():
             parts = whole.view(self.wire.size, -1).split([member.numel for member in members], dim=1)
             self._note_bad(unit, members, parts)
         self.reduce_scatter(shard, whole, self.wire)
-        if self._scaler is None:
+        if self._scaler is None and not self.may_leave_out:
             self._note_average(unit, shard)
 
     def raise_if_bad(self) -> None:
@@ -236,18 +243,32 @@ class CommHook(ABC):
             f"the {self.quantity} of {name!r} on rank {rank} was infinite or NaN at step {step}{others}. Training"
             f" stops, since compression {self.flag!r} averages it into all ranks' weights and state. Frequent causes: a"
             " learning rate that is too high, a logarithm of zero, a division by zero, or a sample that is not finite."
+            " nonfinite='skip' leaves such steps out."
         )
+
+    def were_finite(self) -> Tensor | None:
+        """Whether this rank's own gradients of the step were finite, as its averages may be: a 0-d tensor.
+
+        None if nothing was sent, or no step may be left out.
+        """
+        return torch.stack(list(self._largest.values())).isfinite().all() if self._largest else None
 
     def finish(self) -> None:
         """Waits until all buckets are averaged: this may take longer than backward, with which it overlaps."""
         if self._background is not None:
             self._background.wait()
 
-    def on_step_end(self, *, skipped: bool = False) -> None:
-        """Called after the optimizer's step, or when the step was skipped because gradients overflowed."""
+    def on_step_end(self, *, skipped: bool | Tensor = False) -> None:
+        """Called after the optimizer's step, or when the step was skipped because gradients were not finite.
+
+        Args:
+            skipped: a 0-d tensor if only the device knows; the step is counted then.
+        """
         for memory in self.memories().values():
-            memory.commit(keep=not skipped)
-        if not skipped:
+            memory.commit(skipped=skipped)
+        for largest in self._largest.values():
+            largest.zero_()
+        if skipped is not True:
             self.step += 1
 
     @property
@@ -304,6 +325,12 @@ class CommHook(ABC):
             self._greatest_norms[index] = record
         record.steps.masked_fill_(record.greatest < torch.inf, self.step)
         torch.maximum(record.greatest, norms, out=record.greatest)
+
+    def _note_largest(self, index: int, gradients: Tensor) -> None:
+        largest = torch.linalg.vector_norm(gradients, torch.inf, dtype=accumulation_dtype(gradients.dtype))
+        greatest = self._largest.setdefault(index, largest)
+        if greatest is not largest:
+            torch.maximum(greatest, largest, out=greatest)
 
     def _note_average(self, index: int, average: Tensor) -> None:
         total = average.sum(dtype=accumulation_dtype(average.dtype)).abs_()

@@ -59,10 +59,13 @@ class ParameterState:
         self._written.add(index)
         return self._staged[index]
 
-    def commit(self, *, keep: bool) -> None:
-        """Ends a step: keeps the staged values if `keep`, else discards them."""
+    def commit(self, *, skipped: bool | Tensor) -> None:
+        """Ends a step: keeps the staged values unless it was skipped, as a 0-d tensor or the host says."""
         for index in list(self._written):
-            if keep:
+            if isinstance(skipped, Tensor):
+                staged = self._staged[index]
+                torch.where(skipped, self._tensors[index], staged, out=staged)
+            if skipped is not True:
                 self._keep(index)
         self._written.clear()
 

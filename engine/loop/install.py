@@ -219,6 +219,11 @@ class TrainerBase(Trainer):
         """Samples of an optimizer step, of a micro-batch at most, and micro-batches of a rank; None if unknown."""
         return self._data_connector.sizes.of_full_step  # type: ignore[attr-defined]
 
+    @property
+    def num_skipped_steps(self) -> int:
+        """The optimizer steps of this run that ``nonfinite="skip"`` has left out, as far as the host has read them."""
+        return self.fit_loop.epoch_loop.automatic_optimization.watch.num_skipped  # type: ignore[attr-defined]
+
     def is_filler(self, batch_idx: int) -> bool:
         """Whether a training batch of this rank is padding: it keeps the ranks in step, and its samples don't count."""
         return self.data_size > 1 and self._data_connector.sizes.is_filler(batch_idx)  # type: ignore[attr-defined]

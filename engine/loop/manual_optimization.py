@@ -20,6 +20,7 @@ from torch import Tensor
 from .._compat.lightning import _ManualOptimization
 from ..data import ends_with_data
 from ..precision.loss_scaling import one_update
+from ..strategies.step_guard import StepGuard
 from .loss_weighting import LossWeighting
 from .padding_batch import beside_fillers
 
@@ -42,13 +43,17 @@ class ManualOptimization(_ManualOptimization):  # Lightning: _TrainingEpochLoop.
         self._has_warned = False
 
     def begin_epoch(self) -> None:
-        """Makes steps count and, with several ranks, `manual_backward` weigh losses, until `teardown`."""
+        """Makes steps count, and `manual_backward` weigh losses of several ranks and look at them, until `teardown`."""
         self.on_run_start()
-        if self._backward is None and self._loss_weighting.data_size > 1:
+        if self._backward is None and (self._loss_weighting.data_size > 1 or self._guard is not None):
             strategy: Any = self.trainer.strategy
             self._users_backward = vars(strategy).get("backward")  # the user may have set one on the object
             # Lightning: LightningModule.manual_backward calls it
-            self._backward = vars(strategy)["backward"] = _Backward(strategy.backward, self._factor)
+            self._backward = vars(strategy)["backward"] = _Backward(strategy.backward, self._factor, self._guard)
+
+    @property
+    def _guard(self) -> StepGuard | None:
+        return self.trainer.fit_loop.epoch_loop.automatic_optimization.step_guard  # type: ignore[attr-defined]
 
     def _factor(self) -> float:
         """The weight of a loss of this rank's current batch."""
@@ -68,6 +73,8 @@ class ManualOptimization(_ManualOptimization):  # Lightning: _TrainingEpochLoop.
         backward, num_steps = self._backward, self.optim_step_progress.total.ready
         num_calls = 0 if backward is None else backward.num_calls
         batch_idx = self.trainer.fit_loop.epoch_loop.batch_idx
+        if self._guard is not None:
+            self._guard.begin_micro_batch()
         sizes = self.trainer._data_connector.sizes  # type: ignore[attr-defined]
         if self._loss_weighting.data_size > 1 and sizes.some_are_fillers(batch_idx):
             with beside_fillers(self.trainer, is_filler=sizes.is_filler(batch_idx)):
@@ -108,13 +115,15 @@ class ManualOptimization(_ManualOptimization):  # Lightning: _TrainingEpochLoop.
 
 
 class _Backward:
-    """Replaces a strategy's `backward`: multiplies the loss by a factor."""
+    """Replaces a strategy's `backward`: multiplies the loss by a factor, and has it looked at."""
 
-    def __init__(self, backward: Callable[..., Tensor], factor: Callable[[], float]) -> None:
-        self._backward, self._factor = backward, factor
+    def __init__(self, backward: Callable[..., Tensor], factor: Callable[[], float], guard: StepGuard | None) -> None:
+        self._backward, self._factor, self._guard = backward, factor, guard
         self.num_calls = 0
 
     def __call__(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         self.num_calls += 1
+        if self._guard is not None:
+            self._guard.note_loss(closure_loss)
         factor = self._factor()
         return self._backward(closure_loss if factor == 1 else closure_loss * factor, *args, **kwargs)

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from .._compat.lightning import _AutomaticOptimization
 from ..reliability.nonfinite import NonFiniteWatch
 from ..strategies import capabilities_of, without_sync
+from ..strategies.step_guard import StepGuard
 from .hooks import Hooks
 from .loss_weighting import LossWeighting
 from .out_of_memory import OutOfMemory
@@ -56,6 +57,8 @@ class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpoc
         """Whether `training_step` has returned a loss."""
         self.num_skipped = 0
         """The number of times that `training_step` has returned None."""
+        self.step_guard: StepGuard | None = None
+        """Leaves out steps that are not finite; None: none is left out."""
 
     def begin_epoch(self) -> None:
         """Looks up the values that stay the same for an epoch, which would cost each step several calls."""
@@ -65,6 +68,8 @@ class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpoc
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict) -> dict[str, Any]:
         """Runs one micro-batch, and the optimizer step if it ends a window."""
         self._batch_idx = batch_idx
+        if self.step_guard is not None:
+            self.step_guard.begin_micro_batch()
         return super().run(optimizer, batch_idx, kwargs)
 
     @property
@@ -87,6 +92,8 @@ class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpoc
         # Lightning: _AutomaticOptimization.run and what it calls; from `optimizer_step` on see `Shortcuts`.
         trainer: Any = self.trainer
         optimizer = hooks.strategy.optimizers[0]
+        if self.step_guard is not None:
+            self.step_guard.begin_micro_batch()
         closure = _MicroBatch(self, hooks, shortcuts, optimizer, batch_idx, arguments, ends_window)
         if ends_window:
             steps = self.optim_progress.optimizer.step
@@ -130,7 +137,7 @@ class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpoc
             result = unweighted if is_same else ClosureResult(weighed, extra=unweighted.extra)
         if result.loss is not None:
             self.has_loss = True
-            self.watch.observe(trainer, "loss", result.loss, self.num_steps)
+            self._note(result.loss)
         else:
             self.num_skipped += 1
         return result
@@ -176,8 +183,14 @@ class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpoc
         if ends_window:
             self.loss_weighting.correct(optimizer)
         self.has_loss = True
-        self.watch.observe(trainer, "loss", loss, self.num_steps)
+        self._note(loss)
         return ClosureResult(loss)
+
+    def _note(self, loss: Tensor) -> None:
+        """Has the loss of a micro-batch looked at."""
+        if self.step_guard is not None:
+            self.step_guard.note_loss(loss)
+        self.watch.observe(self.trainer, "loss", loss, self.num_steps)
 
     def _make_closure(self, kwargs: OrderedDict, optimizer: Optimizer, batch_idx: int) -> Closure:
         # Lightning: _AutomaticOptimization._make_closure

@@ -8,10 +8,12 @@ import warnings
 from typing import Any, Literal
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import Tensor
 
 # Lightning: the parts of Trainer.fit_loop.epoch_loop.
 from .._compat.lightning import _DataFetcher, _DataLoaderIterDataFetcher, _TrainingEpochLoop
@@ -19,6 +21,7 @@ from ..checkpoint import get_random_state
 from ..data import ends_with_data
 from ..reliability.nonfinite import NonFiniteWatch
 from ..strategies import adapt, capabilities_of, differing_buffers
+from ..strategies.step_guard import StepGuard
 from .averaged_gradients import AveragedGradients
 from .evaluation import EvaluationLoop
 from .first_steps import FirstSteps
@@ -169,8 +172,33 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
         averages = capabilities_of(trainer.strategy).averages_whole_gradients and trainer.world_size > 1
         if averages and self.averaged_gradients is None:
             self.averaged_gradients = AveragedGradients(trainer)
+        optimization = self.automatic_optimization
+        watch = optimization.watch
+        if watch.guards_steps and not trainer.strategy.handles_gradient_accumulation:
+            if optimization.step_guard is None:
+                reads = any(isinstance(callback, WeightAveraging) for callback in trainer.callbacks)  # type: ignore[attr-defined]
+                is_last = watch.policy == "error"
+                optimization.step_guard = StepGuard(trainer, self._judged, stays=is_last, reads=reads)
+            optimization.step_guard.attach()
         if not trainer.lightning_module.automatic_optimization:
             self.manual_optimization.begin_epoch()
+
+    def _judged(self, flag: Any) -> None:
+        """Called with the flag of each step of an optimizer, see `StepGuard`."""
+        trainer = self.trainer
+        if not isinstance(flag, Tensor) and flag > 0:
+            for callback in trainer.callbacks:  # type: ignore[attr-defined]
+                if isinstance(callback, WeightAveraging):
+                    # Lightning: where it looks whether there was a step, after which it counts the weights once more.
+                    callback._latest_update_step = trainer.global_step + 1
+        self.automatic_optimization.watch.judge(trainer, flag, trainer.global_step, self.batch_idx)
+
+    def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
+        """Steps the schedulers; after a step that the host knows to be left out on all ranks, those of steps wait."""
+        guard = self.automatic_optimization.step_guard
+        is_left_out = guard is not None and guard.verdict is True
+        if not (interval == "step" and is_left_out and adapt(self.trainer.strategy).averages_gradients):
+            super().update_lr_schedulers(interval, update_plateau_schedulers)
 
     def _begin_new_loaders(self, data_fetcher: _DataFetcher) -> None:
         """Creates the second iterator of loaders that are new in this epoch, with the random draws of the first one."""
@@ -253,6 +281,9 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
         if self.averaged_gradients is not None:
             self.averaged_gradients.close()
             self.averaged_gradients = None
+        if self.automatic_optimization.step_guard is not None:
+            self.automatic_optimization.step_guard.close()
+            self.automatic_optimization.step_guard = None
         super().teardown()
 
     def _should_check_val_fx(self, data_fetcher: _DataFetcher) -> bool:

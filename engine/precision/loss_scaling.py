@@ -38,6 +38,8 @@ class LossScaler(torch.amp.GradScaler):
 
     agree: Callable[[Tensor], Tensor] | None = None
     """Returns the maximum over ranks of a 0-d tensor; None if an overflow reaches the gradients of all ranks anyway."""
+    guard: Callable[[Optimizer, Tensor], Tensor] | None = None
+    """Given an optimizer, and 1 if its gradients overflowed, returns 1 if its step is left out; None: the same."""
     _is_manual = _is_in_step = _is_due = False
     _overflows: Mapping[int, Mapping[torch.device, Tensor]] = {}
     """Maps the id of an optimizer, and a device, to 1 if gradients overflowed there in the last backward, else 0."""
@@ -111,11 +113,13 @@ class LossScaler(torch.amp.GradScaler):
             own = self._overflows.get(id(optimizer)) or self._unscale(optimizer, torch.ones_like(inv_scale), found_inf)
         else:
             own = self._unscale(optimizer, inv_scale, found_inf)
-        if self.agree is None:
+        if self.agree is None and self.guard is None:
             return dict(own)
         for value in own.values():
             found_inf = torch.maximum(found_inf, value.to(found_inf.device))
-        return {found_inf.device: self.agree(found_inf)}
+        if self.agree is not None:
+            found_inf = self.agree(found_inf)
+        return {found_inf.device: found_inf if self.guard is None else self.guard(optimizer, found_inf)}
 
     def _unscale(self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor) -> dict[torch.device, Tensor]:
         # torch's hands all gradients to one operation.

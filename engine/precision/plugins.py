@@ -32,6 +32,8 @@ class _Clipping(Precision):
     """The strategy's function for the norm, if ranks have gradients of different parameters; otherwise None."""
     clipper: Callable[[str, float], None] | None = None
     """Called with "norm" or "value" and the limit, if another object clips; None: this plugin clips."""
+    before_clipping: Callable[[Optimizer], Any] | None = None
+    """Called with an optimizer whose gradients are about to be clipped: an infinite value may be finite afterwards."""
 
     # Lightning: Precision.train_step_context and .val_step_context do the same by way of a generator.
     def train_step_context(self) -> AbstractContextManager[Any]:  # type: ignore[override]
@@ -44,12 +46,16 @@ class _Clipping(Precision):
         if self.clipper is not None:
             self.clipper("norm", clip_val)
             return
+        if self.before_clipping is not None:
+            self.before_clipping(optimizer)
         self.grad_norm = clip_by_norm(self.main_params(optimizer), clip_val, self.norm_of)
 
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
         if self.clipper is not None:
             self.clipper("value", clip_val)
             return
+        if self.before_clipping is not None:
+            self.before_clipping(optimizer)
         clip_by_value(self.main_params(optimizer), clip_val)
 
 

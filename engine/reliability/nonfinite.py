@@ -1,7 +1,8 @@
 """Finds the step and the rank at which a loss, or the norm of the gradients, was first not finite.
 
 A step only keeps a reference to its scalar. The values are read together, at logging intervals and at the end of an
-epoch, so that no step waits for the device.
+epoch, so that no step waits for the device. `strategies/step_guard.py` leaves out the steps meanwhile, under the
+policies ``"skip"`` and ``"error"``.
 """
 
 import contextlib
@@ -9,7 +10,7 @@ import logging
 import math
 import time
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from lightning.pytorch import Trainer
@@ -19,9 +20,13 @@ from ..distributed.job_store import CausedByRank
 from ..flags import choose
 from .rendezvous import current_job
 
-__all__ = ["NONFINITE_POLICIES", "NonFiniteError", "NonFiniteWatch"]
+__all__ = ["MOST_IN_A_ROW", "NONFINITE_POLICIES", "NonFiniteError", "NonFiniteWatch"]
 
-NONFINITE_POLICIES = ("warn", "error", "ignore")
+NONFINITE_POLICIES = ("warn", "error", "skip", "ignore")
+
+MOST_IN_A_ROW = 20
+"""The steps in a row that are left out before the run ends: more than the 16 by which `16-mixed` may come down from its
+first scale, 65536, to 1."""
 
 _INTERVAL_STEPS = 50
 """The steps between two reads if `log_every_n_steps=0`."""
@@ -30,14 +35,14 @@ log = logging.getLogger("polyphase.engine")
 
 
 class NonFiniteError(CausedByRank, RuntimeError):
-    """A loss or gradient norm was infinite or NaN, first on `rank`, under the policy `nonfinite="error"`."""
+    """A loss or gradient was infinite or NaN, first on `rank`: once with `nonfinite="error"`, often with `"skip"`."""
 
 
 class NonFiniteWatch:
     """Watches scalars for infinities and NaN.
 
     Args:
-        policy: ``"warn"`` once for each scalar and epoch, raise an ``"error"``, or ``"ignore"``.
+        policy: ``"warn"`` once for each scalar and epoch, raise an ``"error"``, ``"skip"`` such steps, or ``"ignore"``.
 
     Raises:
         ValueError: `policy` is none of these.
@@ -50,21 +55,76 @@ class NonFiniteWatch:
         self._names: dict[str, int] = {}  # in the order in which a step has them
         self._reported: set[str] = set()  # names of the scalars that were reported in this epoch
         self._failure: NonFiniteError | None = None
+        self._flags: list[tuple[_Step, Tensor]] = []
+        self._num_in_a_row = 0
+        self.num_skipped = 0
+        """The steps of this run that were left out, as far as they were read."""
+
+    @property
+    def guards_steps(self) -> bool:
+        """Whether steps are left out, rather than only reported."""
+        return self.policy in ("error", "skip")
 
     def observe(self, trainer: Trainer, name: str, value: Tensor | None, step: int) -> None:
         """Keeps a scalar of optimizer step `step`, a 0-d tensor; reads all that are kept once a logging interval."""
         if self.policy == "ignore" or value is None:
             return
-        if step - self._since >= (trainer.log_every_n_steps or _INTERVAL_STEPS):  # type: ignore[attr-defined]
-            self._read(trainer)
-            self._since = step
+        self._read_if_due(trainer, step)
+        if self.policy == "skip":
+            return  # the flags of the steps have it
         if name not in self._names:
             self._names[name] = len(self._names)
         self._unread.append((name, step, value))
 
+    def judge(self, trainer: Trainer, flag: float | Tensor, step: int, batch_idx: int) -> None:
+        """Takes the flag of an optimizer step, as `StepGuard` computes it; a tensor is read with the next scalars.
+
+        Raises:
+            NonFiniteError: the run must end.
+        """
+        judged = _Step(step, batch_idx)
+        if isinstance(flag, Tensor):
+            self._read_if_due(trainer, step)
+            self._flags.append((judged, flag))
+        else:
+            self._act(trainer, judged, flag)
+
+    def _read_if_due(self, trainer: Any, step: int) -> None:
+        if step - self._since >= (trainer.log_every_n_steps or _INTERVAL_STEPS):
+            self._read(trainer)
+            self._since = step
+
+    def _act(self, trainer: Any, judged: "_Step", flag: float) -> None:
+        is_scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
+        rank = round(trainer.world_size - flag) if flag >= 1 else None
+        if self.policy == "error":
+            if flag >= 1 or (flag > 0 and not is_scaled):  # a scale that is too large is no fault
+                self._read_scalars(trainer)
+                self._raise(trainer, _GRADIENT, judged.step, _LAST)
+            return
+        if flag == 0:
+            self._num_in_a_row = 0
+            return
+        self._num_in_a_row += 1
+        self.num_skipped += 1
+        if trainer.global_rank == (rank or 0) and not (is_scaled and rank is None):
+            on_rank = "" if rank is None else f" on rank {rank}"
+            log.warning(
+                f"a loss or gradient of batch {judged.batch_idx} was not finite at step {judged.step}"
+                f" (epoch {trainer.current_epoch}){on_rank}: the step is left out, on all ranks. So were"
+                f" {self.num_skipped - 1} before it in this run."
+            )
+        if self._num_in_a_row >= MOST_IN_A_ROW:
+            self._failure = NonFiniteError(
+                f"{MOST_IN_A_ROW} steps in a row were not finite and left out, the last one at step {judged.step}: it"
+                f" is no single batch. {_CAUSES}",
+                rank or 0,
+            )
+            raise self._failure
+
     def begin_run(self) -> None:
-        """Resets the failure; called when a run begins."""
-        self._failure = None
+        """Resets the failure and the counts; called when a run begins."""
+        self._failure, self._num_in_a_row, self.num_skipped = None, 0, 0
 
     def read_before_save(self, trainer: Trainer) -> NonFiniteError | None:
         """Reads the scalars that are kept; returns the error for which the state must not be saved, None without one.
@@ -77,7 +137,7 @@ class NonFiniteWatch:
 
     def begin_epoch(self, trainer: Trainer) -> None:
         """Drops the scalars of an epoch that was interrupted, and the names that were reported."""
-        self._unread, self._since = [], trainer.global_step
+        self._unread, self._flags, self._since = [], [], trainer.global_step
         self._reported.clear()
 
     def end_epoch(self, trainer: Trainer) -> None:
@@ -85,6 +145,13 @@ class NonFiniteWatch:
         self._read(trainer)
 
     def _read(self, trainer: Trainer) -> None:
+        self._read_scalars(trainer)
+        flags, self._flags = self._flags, []
+        values = _read_all([flag for _, flag in flags], trainer.strategy.root_device)
+        for (judged, _), value in zip(flags, values, strict=True):
+            self._act(trainer, judged, value)
+
+    def _read_scalars(self, trainer: Trainer) -> None:
         unread, self._unread = self._unread, []
         values = _read_all([value for _, _, value in unread], trainer.strategy.root_device)
         bad = [(name, step) for (name, step, _), value in zip(unread, values, strict=True) if not math.isfinite(value)]
@@ -94,21 +161,31 @@ class NonFiniteWatch:
 
     def _report(self, trainer: Trainer, name: str, step: int) -> None:
         if self.policy == "error":
-            order = self._names[name]
-            first = _earliest({"rank": trainer.global_rank, "step": step, "name": name, "order": order})
-            self._failure = NonFiniteError(
-                _message(trainer, first["name"], first["step"], first["rank"]), first["rank"]
-            )
-            raise self._failure
+            self._raise(trainer, name, step, self._names[name])
         message = _message(trainer, name, step, trainer.global_rank)
         log.warning("%s Training continues; set nonfinite='error' to stop there.", message)
 
+    def _raise(self, trainer: Trainer, name: str, step: int, order: int) -> NoReturn:
+        first = _earliest({"rank": trainer.global_rank, "step": step, "name": name, "order": order})
+        self._failure = NonFiniteError(_message(trainer, first["name"], first["step"], first["rank"]), first["rank"])
+        raise self._failure
+
+
+class _Step(NamedTuple):
+    """An optimizer step, and the batch that it ends with."""
+
+    step: int
+    batch_idx: int
+
+
+_GRADIENT = "gradient norm"
+_LAST = 1_000_000
+"""The order of what a rank knows from other ranks: theirs comes first."""
+_CAUSES = "Often a learning rate that is too high, a logarithm or division of zero, or float16 that overflowed."
+
 
 def _message(trainer: Trainer, name: str, step: int, rank: int) -> str:
-    return (
-        f"the {name} was not finite at step {step} (epoch {trainer.current_epoch}) on rank {rank}. Often a learning"
-        " rate that is too high, a logarithm or division of zero, or float16 that overflowed."
-    )
+    return f"the {name} was not finite at step {step} (epoch {trainer.current_epoch}) on rank {rank}. {_CAUSES}"
 
 
 def _read_all(values: list[Tensor], device: torch.device) -> list[float]:

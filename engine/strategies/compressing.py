@@ -107,9 +107,9 @@ class CommHookMixin(EngineStrategy, ParallelStrategy):
         hook = self.comm_hook
         if hook is None:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
-        if self.loss_scaler is None:
+        if self.step_guard is not None or self.loss_scaler is None:
             output = super().optimizer_step(optimizer, closure, model, **kwargs)
-            hook.on_step_end()
+            hook.on_step_end(skipped=False if self.step_guard is None else self.step_guard.verdict)
             return output
         # Reading the scale would wait for the device; the scaler has waited itself before it calls the optimizer.
         has_loss = has_stepped = False

@@ -21,6 +21,7 @@ from .capabilities import Capabilities
 
 if TYPE_CHECKING:
     from ..compression import CommHook, CountingGroup
+    from .step_guard import StepGuard
 
 __all__ = ["EngineStrategy", "adapt", "capabilities_of", "lists_devices", "without_sync"]
 
@@ -116,6 +117,20 @@ class EngineStrategy:
             needs_device: whether the summand depends on work that an accelerator has not finished.
         """
         raise NotImplementedError
+
+    def agree(self, flag: Tensor) -> Tensor:
+        """Returns the maximum of a 0-d tensor over the ranks that step together, without a wait of the host."""
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(flag, dist.ReduceOp.MAX)
+        return flag
+
+    step_guard: "StepGuard | None" = None
+    """Leaves out steps that are not finite, while training runs; None: none is left out."""
+
+    def may_leave_out(self) -> None:
+        """Called before any process starts if steps may be left out."""
+        if self.comm_hook is not None:
+            self.comm_hook.may_leave_out = True
 
     may_repeat_steps = False
     """Whether a step is repeated in smaller micro-batches if a rank runs out of memory."""

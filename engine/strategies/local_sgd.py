@@ -78,6 +78,15 @@ class LocalSGD(DDP):
         """See `EngineStrategy`: in the warm-up only."""
         return isinstance(self.model, DistributedDataParallel)
 
+    def agree(self, flag: Tensor) -> Tensor:
+        """See `EngineStrategy`: a rank that trains alone leaves out its own steps."""
+        if self.averages_gradients:
+            return super().agree(flag)
+        return torch.where(flag > 0, float(self.world_size - self.global_rank), flag)
+
+    def may_leave_out(self) -> None:
+        """See `EngineStrategy`: the comm hook sends changes of weights, which no step that is left out has made."""
+
     averages_buffers = True  # with the weights
 
     @property

@@ -92,7 +92,7 @@ Engine(precision=8)  # wrong: precision
 Engine(compile=True)
 Engine(compile="reduce-overhead")
 Engine(compile="fast")  # wrong: compile
-Engine(uneven="drop", nonfinite="error")
+Engine(uneven="drop", nonfinite="skip")
 Engine(uneven="padd")  # wrong: uneven
 Engine(nonfinite=None)  # wrong: nonfinite
 Engine(gradient_clip_val=1.0, gradient_clip_algorithm="value")

@@ -130,7 +130,11 @@ def test_a_variable_of_the_environment_is_checked_as_well(monkeypatch):
         ("precision", [16], "Precision [16] is invalid. Allowed: 16-mixed, 16-true"),
         ("uneven", "padd", "unknown value of uneven 'padd'. Did you mean 'pad'? Allowed: drop, pad."),
         ("uneven", 1, "uneven=1: 'pad' or 'drop'."),
-        ("nonfinite", "eror", "unknown value of nonfinite 'eror'. Did you mean 'error'? Allowed: error, ignore, warn."),
+        (
+            "nonfinite",
+            "eror",
+            "unknown value of nonfinite 'eror'. Did you mean 'error'? Allowed: error, ignore, skip, warn.",
+        ),
         (
             "profiler",
             "simpel",

@@ -154,6 +154,12 @@ class PS(DistributedStrategy, DDPStrategy):
     def _largest_of_ranks(self, value: Tensor) -> Tensor:
         return torch.tensor(float(any(self.data_ranks.all_gather_bools(bool(value)))), device=value.device)
 
+    def agree(self, flag: Tensor) -> Tensor:
+        """See `EngineStrategy`: with staleness, each rank pushes by itself, and leaves out its own gradients."""
+        if self.options.staleness > 0:
+            return torch.where(flag > 0, float(self.world_size - self.global_rank), flag)
+        return torch.tensor(max(self.data_ranks.all_gather_object(flag.item())), device=flag.device)
+
     def _clip_at_servers(self, algorithm: str, limit: float) -> None:
         self._clipping = Clipping(algorithm, limit)
 
@@ -214,7 +220,7 @@ class PS(DistributedStrategy, DDPStrategy):
         scaler: Any = getattr(plugin, "scaler", None) if has_gradients else None
         overflowed = scaler is not None and scaler.has_overflowed(optimizer)
         plugin._after_closure(model, optimizer)  # Lightning: as the closure that is given to an optimizer does
-        if overflowed:
+        if overflowed or (self.step_guard is not None and self.step_guard.leaves_out(optimizer)):
             optimizer.zero_grad()  # a push without gradients counts as a step, and changes nothing
         norm = self._worker.step(optimizer, self._clipping)
         if scaler is not None:

@@ -139,5 +139,5 @@ def test_a_second_run_of_one_engine_forgets_the_first(caplog):
 
 @pytest.mark.parametrize("policy", ["eror", "raise", ""])
 def test_another_policy_is_refused(policy):
-    with pytest.raises(ValueError, match=rf"unknown value of nonfinite '{policy}'.*Allowed: error, ignore, warn"):
+    with pytest.raises(ValueError, match=rf"unknown value of nonfinite '{policy}'.*Allowed: error, ignore, skip, warn"):
         NonFiniteWatch(policy)

@@ -1,0 +1,232 @@
+"""Leaves out the steps of optimizers whose loss or gradients are not finite: `nonfinite="skip"` and `"error"`.
+
+Phases of a step, after its last backward: 1. the largest absolute value of each gradient, before clipping (local);
+2. one all-reduce of 4 bytes, so that all ranks have the same flag (`EngineStrategy.agree`); 3. where the flag is set,
+the optimizer is not called, and the module's buffers are again what they were before the step.
+
+On the CPU the host reads the flag. On an accelerator torch's fused optimizers read it themselves, as `found_inf`, by
+which torch's loss scaler leaves out steps: the host does not wait. It waits for the flag, once in a step, for an
+optimizer that is not fused, and where the host needs to know at once.
+"""
+
+import inspect
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial, wraps
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from .interface import adapt
+
+__all__ = ["StepGuard"]
+
+_BAD_GRADIENT = 0.5
+"""The flag of a step if no rank had a loss that is not finite; those of such ranks are whole numbers."""
+
+
+class StepGuard:
+    """Decides for each step of a trainer's optimizers whether it is left out, on all ranks alike.
+
+    A flag is 0 for a step that is taken, 0.5 if only gradients were not finite, and `world_size` - r if r is the first
+    rank with a loss that is not finite.
+
+    Args:
+        trainer: the trainer.
+        judged: called with each flag: a number where the host has read it, otherwise a 0-d tensor.
+        stays: whether each step after the first one with a bad loss or gradient is left out, too.
+        reads: whether the host reads each flag at once.
+    """
+
+    def __init__(self, trainer: Any, judged: Callable[[float | Tensor], None], *, stays: bool, reads: bool) -> None:
+        self._trainer, self._judged, self._reads = trainer, judged, reads
+        self._strategy = adapt(trainer.strategy)
+        self._losses: list[Tensor] = []
+        self._buffers: list[tuple[nn.Module, str, Tensor]] = []
+        self._flags: dict[Optimizer, float | Tensor] = {}
+        """The flags of steps that were judged and not begun."""
+        self._first: Tensor | None = None
+        self._stays = stays
+        self._steps: dict[Optimizer, Any] = {}
+        """What `optimizer.step` was before it was replaced; None: the method of the class."""
+        self._scaler: Any = getattr(trainer.precision_plugin, "scaler", None)
+        self._is_open = False
+        self.verdict: bool | Tensor = False
+        """Whether the last step was left out: a 0-d tensor if the host does not know."""
+
+    # --- a run
+
+    def attach(self) -> None:
+        """Takes the place of the `step` of each optimizer that has it not; called when there are optimizers.
+
+        Raises:
+            ValueError: an optimizer must compute the gradients itself.
+        """
+        for optimizer in self._trainer.strategy.optimizers:
+            if optimizer in self._steps:
+                continue
+            closure = inspect.signature(optimizer.step).parameters.get("closure")
+            if closure is not None and closure.default is inspect.Parameter.empty:
+                if self._stays:
+                    continue  # what it has done is read with the losses
+                raise ValueError(
+                    f"{type(optimizer).__name__} calls the closure itself, with other weights each time, so no step of"
+                    " it can be left out: choose another optimizer, or nonfinite='warn'."
+                )
+            self._steps[optimizer] = vars(optimizer).get("step")
+            vars(optimizer)["step"] = self._guarded(optimizer)
+        self._trainer.precision_plugin.before_clipping = self.judge
+        if self._scaler is not None:
+            self._scaler.guard = self.judge
+        self._strategy.step_guard = self
+
+    def close(self) -> None:
+        """Gives the optimizers their own `step` back."""
+        for optimizer, step in self._steps.items():
+            vars(optimizer).pop("step", None)
+            if step is not None:
+                vars(optimizer)["step"] = step
+        self._steps.clear()
+        self._trainer.precision_plugin.before_clipping = self._strategy.step_guard = None
+        if self._scaler is not None:
+            self._scaler.guard = None
+
+    def begin_micro_batch(self) -> None:
+        """Called before each forward; before the first one of a step, keeps a copy of the module's buffers."""
+        if self._is_open:
+            return
+        self._is_open, self.verdict = True, False
+        self._losses.clear()
+        self._flags.clear()
+        module: nn.Module = self._trainer.lightning_module
+        self._buffers = [
+            (owner, name, buffer.detach().clone())
+            for owner in module.modules()
+            for name, buffer in owner.named_buffers(recurse=False)
+            if not buffer.is_meta
+        ]
+
+    def note_loss(self, loss: Tensor) -> None:
+        """Keeps the loss of a micro-batch of the present step."""
+        self._losses.append(loss.detach())
+
+    # --- a step
+
+    def judge(self, optimizer: Optimizer, found_inf: Tensor | None = None) -> Tensor:
+        """Decides whether the next step of an optimizer is left out; all ranks call it.
+
+        Args:
+            optimizer: its gradients are complete, and not clipped yet.
+            found_inf: 1 if they are not finite, as a loss scaler knows; None: they are looked at.
+
+        Returns:
+            Likewise 1 if the step is left out, else 0.
+        """
+        if optimizer not in self._flags or found_inf is not None:
+            self._flags[optimizer] = self._new_flag(optimizer, found_inf)
+        flag = self._flags[optimizer]
+        value = flag if isinstance(flag, Tensor) else torch.tensor(flag)
+        device = self._trainer.strategy.root_device if found_inf is None else found_inf.device
+        return (value > 0).to(device, torch.float32)
+
+    def leaves_out(self, optimizer: Optimizer) -> bool:
+        """Whether to leave out the next step of an optimizer whose `step` is not called; the host waits for it."""
+        self.judge(optimizer)
+        return float(self._flags.pop(optimizer)) > 0
+
+    @torch.no_grad()
+    def _new_flag(self, optimizer: Optimizer, found_inf: Tensor | None) -> float | Tensor:
+        self._is_open = False
+        device = self._trainer.strategy.root_device
+        is_fine = _are_finite(optimizer, device) if found_inf is None else found_inf.to(device) == 0
+        hook = self._strategy.comm_hook
+        if hook is not None and (were_finite := hook.were_finite()) is not None:
+            is_fine = is_fine & were_finite.to(device)
+        flag = (~is_fine).float() * _BAD_GRADIENT
+        if self._losses:
+            losses_are_fine = torch.stack([loss.to(device, torch.float32) for loss in self._losses]).isfinite().all()
+            flag = torch.where(losses_are_fine, flag, float(self._trainer.world_size - self._trainer.global_rank))
+            self._losses.clear()
+        flag = self._strategy.agree(flag)
+        if self._stays:
+            since = flag if self._scaler is None else flag.floor()  # a scale that is too large is no fault
+            self._first = since if self._first is None else torch.maximum(self._first, since)
+            flag = torch.maximum(self._first, flag)
+        is_read = self._reads or not self._is_masked(optimizer, flag)
+        known: float | Tensor = flag.item() if is_read else flag
+        self.verdict = flag > 0 if isinstance(known, Tensor) else known > 0
+        self._restore_buffers()
+        self._judged(known)
+        return known
+
+    def _is_masked(self, optimizer: Optimizer, flag: Tensor) -> bool:
+        """Whether an optimizer's own kernels read the flag."""
+        if flag.is_cpu or not getattr(optimizer, "_step_supports_amp_scaling", False):
+            return False
+        # torch: SGD leaves a momentum that is new as it was allocated, if `found_inf` is set.
+        return all(
+            not group.get("momentum") or all(p.grad is None or optimizer.state.get(p) for p in group["params"])
+            for group in optimizer.param_groups
+        )
+
+    def _guarded(self, optimizer: Optimizer) -> Any:
+        take = optimizer.step
+
+        @wraps(take)  # a scheduler finds its own mark on it
+        def step(_: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            self.judge(optimizer)
+            self._take(optimizer, partial(take, **kwargs), self._flags.pop(optimizer))
+            return loss
+
+        return MethodType(step, optimizer)
+
+    def _take(self, optimizer: Any, take: Callable[[], Any], flag: float | Tensor) -> None:
+        optimizer._opt_called = True  # torch: schedulers check it for a step
+        if not isinstance(flag, Tensor):
+            if flag == 0:
+                take()
+            return
+        if hasattr(optimizer, "found_inf"):  # the loss scaler's, which has it from `judge`
+            take()
+            return
+        optimizer.found_inf, optimizer.grad_scale = (flag > 0).float(), None
+        try:
+            take()
+        finally:
+            del optimizer.found_inf, optimizer.grad_scale
+
+    def _restore_buffers(self) -> None:
+        if self.verdict is False:
+            return
+        for owner, name, saved in self._buffers:
+            now = getattr(owner, name, None)
+            if isinstance(now, Tensor) and now.shape == saved.shape:
+                with torch.no_grad():
+                    now.copy_(saved if self.verdict is True else torch.where(self.verdict.to(now.device), saved, now))
+
+
+def _are_finite(optimizer: Optimizer, device: torch.device) -> Tensor:
+    """Whether this rank's parts of an optimizer's gradients are finite: a 0-d tensor."""
+    by_kind: dict[Any, list[Tensor]] = defaultdict(list)
+    for gradient in (p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
+        part = _values(gradient)
+        if part.numel() > 0:
+            by_kind[part.device, part.dtype].append(part)
+    # The largest value is finite if all are, whatever their number; a sum of squares may not be.
+    found = [torch.stack(torch._foreach_norm(parts, torch.inf)).isfinite().all() for parts in by_kind.values()]
+    return torch.stack([is_fine.to(device) for is_fine in found]).all() if found else torch.ones((), device=device) > 0
+
+
+def _values(gradient: Tensor) -> Tensor:
+    """Returns what this rank has of a gradient, as a dense tensor of real numbers."""
+    local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    local = local._values() if local.is_sparse else local
+    return torch.view_as_real(local) if local.is_complex() else local
