@@ -150,7 +150,7 @@ ENGINE_FLAGS = (
     FlagRow(
         "nonfinite",
         "choice",
-        "if a loss is infinite or NaN: warn, error, skip the step or ignore",
+        "if a loss is NaN or infinite: warn, error, skip or ignore",
         "warn",
         "error",
         _STEP,

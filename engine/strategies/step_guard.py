@@ -52,7 +52,7 @@ class StepGuard:
         self._first: Tensor | None = None
         self._stays = stays
         self._steps: dict[Optimizer, Any] = {}
-        """What `optimizer.step` was before it was replaced; None: the method of the class."""
+        """The `step` that each optimizer had as an attribute; None: it had the method of its class."""
         self._scaler: Any = getattr(trainer.precision_plugin, "scaler", None)
         self._is_open = False
         self.verdict: bool | Tensor = False
@@ -157,11 +157,11 @@ class StepGuard:
             self._first = since if self._first is None else torch.maximum(self._first, since)
             flag = torch.maximum(self._first, flag)
         is_read = self._reads or not self._is_masked(optimizer, flag)
-        known: float | Tensor = flag.item() if is_read else flag
-        self.verdict = flag > 0 if isinstance(known, Tensor) else known > 0
+        judged: float | Tensor = flag.item() if is_read else flag
+        self.verdict = judged > 0
         self._restore_buffers()
-        self._judged(known)
-        return known
+        self._judged(judged)
+        return judged
 
     def _is_masked(self, optimizer: Optimizer, flag: Tensor) -> bool:
         """Whether an optimizer's own kernels read the flag."""
@@ -221,8 +221,12 @@ def _are_finite(optimizer: Optimizer, device: torch.device) -> Tensor:
         if part.numel() > 0:
             by_kind[part.device, part.dtype].append(part)
     # The largest value is finite if all are, whatever their number; a sum of squares may not be.
-    found = [torch.stack(torch._foreach_norm(parts, torch.inf)).isfinite().all() for parts in by_kind.values()]
-    return torch.stack([is_fine.to(device) for is_fine in found]).all() if found else torch.ones((), device=device) > 0
+    of_kinds = [torch.stack(torch._foreach_norm(parts, torch.inf)).isfinite().all() for parts in by_kind.values()]
+    return (
+        torch.stack([is_fine.to(device) for is_fine in of_kinds]).all()
+        if of_kinds
+        else torch.ones((), device=device) > 0
+    )
 
 
 def _values(gradient: Tensor) -> Tensor:

@@ -6,13 +6,14 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
-from torch import nn
-from torch.utils.data import DataLoader
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from polyphase.engine import Engine
+from polyphase.engine.loop import NonFiniteError
 from polyphase.engine.strategies.dp import merged_logs, merged_outputs
 from tests.engine.loop.costs import calls_of_a_step
-from tests.engine.parity import QUIET, WideVocabulary, build, loader
+from tests.engine.parity import MICRO_BATCH, QUIET, WideVocabulary, build, largest_difference, loader
 from tests.pairs import nightly
 
 from . import in_a_child, install
@@ -122,6 +123,66 @@ def _scale_and_average() -> int:
 def test_a_comm_hook_does_not_wait_for_the_loss_scale():
     # Whether a step overflowed is read once: by torch, before it calls the optimizer.
     assert in_a_child(_scale_and_average) >= 15
+
+
+def _fused(module: LightningModule) -> LightningModule:
+    module.configure_optimizers = lambda: torch.optim.AdamW(module.parameters(), fused=True)
+    return module
+
+
+def _leave_out(has_bad: bool, flag: str, devices: int, **flags: Any) -> dict[str, Tensor]:
+    """Trains beside a bad batch, or without the samples of it; counts in steps after it."""
+    images, classes = loader("mlp", 1, num_steps=NUM_STEPS + 1).dataset.tensors
+    rows = torch.arange(len(images))
+    if has_bad:
+        images[2 * MICRO_BATCH + 1] = torch.nan
+    else:
+        rows = rows[(rows < 2 * MICRO_BATCH) | (rows >= 3 * MICRO_BATCH)]
+    counts = Counts(2, 0)
+    engine = Engine(
+        strategy=flag, accelerator="sim", devices=devices, max_epochs=1, callbacks=[counts], log_every_n_steps=50,
+        check_first_steps=False, **QUIET, **{"nonfinite": "skip", **flags},
+    )  # fmt: skip
+    data = TensorDataset(images[rows], classes[rows])
+    module = _fused(build("mlp"))
+    engine.fit(module, DataLoader(data, batch_size=MICRO_BATCH // engine.data_size, pin_memory=True))
+    return {name: value.cpu() for name, value in module.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    ("flag", "devices", "flags"),
+    [
+        ("single", 1, {}),
+        ("ddp_fork", 2, {"gradient_clip_val": 0.1}),
+        ("ddp_fork", 2, {"compression": "topk:0.1"}),
+        ("fsdp_fork", 2, {}),
+    ],
+)
+def test_a_step_is_left_out_on_the_device_without_a_wait(flag, devices, flags):
+    with_it, without = (in_a_child(_leave_out, has_bad, flag, devices, **flags) for has_bad in (True, False))
+    assert largest_difference(with_it, without) == 0
+
+
+def _ends_with_error() -> bool:
+    images, classes = loader("mlp", 1, num_steps=NUM_STEPS + 1).dataset.tensors
+    images[2 * MICRO_BATCH + 1] = torch.nan
+    after: list[Any] = []
+
+    class Keeps(Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+            after.append([p.detach().clone() for p in module.parameters()])
+
+    engine = Engine(
+        accelerator="sim", devices=1, max_epochs=1, callbacks=[Keeps()], log_every_n_steps=5, nonfinite="error", **QUIET
+    )
+    with pytest.raises(NonFiniteError, match="the loss was not finite at step 2"):
+        engine.fit(_fused(build("mlp")), DataLoader(TensorDataset(images, classes), batch_size=MICRO_BATCH))
+    before, *later = after[1:]
+    return len(later) > 1 and all(torch.equal(p, q) for weights in later for p, q in zip(before, weights, strict=True))
+
+
+def test_until_an_error_is_read_no_step_changes_a_weight():
+    assert in_a_child(_ends_with_error)
 
 
 def _calls() -> float:
