@@ -9,7 +9,14 @@ from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging,
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-__all__ = ["check_callbacks", "check_loss", "check_own_parameters", "check_tensor_parallel", "explained"]
+__all__ = [
+    "check_callbacks",
+    "check_loss",
+    "check_own_parameters",
+    "check_pruning",
+    "check_tensor_parallel",
+    "explained",
+]
 
 _MIXED = "mixed torch.Tensor and DTensor"  # torch: its message about an operation on a shard and a plain tensor
 _TRANSFORMED = "functorch transforms"  # torch: its message about a function without a rule for `vmap` and `grad`
@@ -38,17 +45,27 @@ def check_callbacks(callbacks: Iterable[Any], flag: str) -> None:
     Raises:
         ValueError: one averages a copy of the whole module, or prunes parameters.
     """
+    check_pruning(callbacks, flag)
     for callback in callbacks:
-        if isinstance(callback, ModelPruning):
-            raise ValueError(
-                f"{type(callback).__name__} replaces parameters by products with masks of whole tensors, but each rank"
-                f" has only shards of them under {flag}: choose strategy 'ddp', or prune before or after `fit`"
-                " (torch.nn.utils.prune)."
-            )
         if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
             raise ValueError(
                 f"{type(callback).__name__} averages a whole copy of the module with its weights, but each rank has"
                 f" only a shard of them under {flag}: leave it out, or choose strategy 'ddp' or 'zero1'."
+            )
+
+
+def check_pruning(callbacks: Iterable[Any], flag: str) -> None:
+    """Checks that none of a trainer's callbacks prunes parameters.
+
+    Raises:
+        ValueError: one does.
+    """
+    for callback in callbacks:
+        if isinstance(callback, ModelPruning):
+            raise ValueError(
+                f"{type(callback).__name__} replaces parameters by products with masks of whole tensors, but each rank"
+                f" has only a part of them under {flag}: choose strategy 'ddp', or prune before or after `fit`"
+                " (torch.nn.utils.prune)."
             )
 
 

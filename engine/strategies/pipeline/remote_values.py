@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..._compat.torch import FakeTensor, FakeTensorMode, TorchDispatchMode, tree_leaves
+from ...reliability.tracebacks import package_of
 from .calls import Calls
 
 __all__ = [
@@ -98,10 +99,10 @@ def is_users(frame: types.FrameType) -> bool:
 def users_line() -> str:
     """Returns the line of the user's code that this call came from: ``file.py:12, "x = x + skip"``."""
     for frame, line in traceback.walk_stack(sys._getframe(1)):
-        if is_users(frame):
+        if is_users(frame) and package_of(frame.f_code.co_filename) != "python":
             [summary] = traceback.StackSummary.extract(iter([(frame, line)]), limit=1)
             return f'{summary.filename}:{line} in {summary.name}: "{summary.line}"'
-    return "the module's step"
+    return "the module's step, or a callback,"
 
 
 class ValueSource(Protocol):

@@ -36,6 +36,7 @@ from ...initialization.materialize import check_shapes, materialize
 from ...initialization.stored_weights import read_stored
 from ..compiled_block import CompiledBlock
 from ..fsdp.comm import CountedAllGather, CountedReduceScatter, attach_to_gathered, fsdp_units, reshard
+from ..fsdp.shard_checks import check_pruning
 from ..fsdp.unit_writes import keep_writes
 from ..mesh import MeshStrategy
 from ..optimizer_trial import habits_of
@@ -166,6 +167,7 @@ class Pipeline(MeshStrategy):
             ValueError: a flag can't be honoured in stages.
         """
         super().check_run(compiles=compiles, callbacks=callbacks)
+        check_pruning(callbacks, repr(self))
         check_flags(
             self.options,
             self.precision_plugin,

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, StochasticWeightAveraging
+from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelPruning, StochasticWeightAveraging
 from torch import nn
 from torch.multiprocessing.spawn import ProcessRaisedException
 from torch.utils.data import DataLoader
@@ -44,6 +44,15 @@ def test_a_run_checks_both_before_its_first_step():
         fit(module)
     with pytest.raises(RefusedError, match="EMAWeightAveraging averages a whole copy"):
         fit(Skipping(), callbacks=[EMAWeightAveraging()])
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "hsdp:replicate=1", "tp", "pp", "fsdp+tp", "pp+ddp", "pp+fsdp"])
+def test_pruning_of_whole_tensors_is_refused_where_a_rank_has_a_part_of_them(strategy):
+    engine = Engine(
+        strategy=strategy, accelerator="cpu", devices=4, callbacks=[ModelPruning("l1_unstructured")], **QUIET
+    )
+    with pytest.raises(RefusedError, match=r"ModelPruning replaces parameters by products with masks .* prune before"):
+        engine.fit(Skipping(), DataLoader(ROWS))
 
 
 class Penalised(Skipping):
