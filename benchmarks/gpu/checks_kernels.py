@@ -8,8 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from polyphase.engine.compression import AllReduceHook, Bucket, CommHook, CountingGroup, ParamSlice, make_comm_hook
-from polyphase.engine.compression.fused import Fused
-from polyphase.engine.compression.int8 import Noise, passes_of
+from polyphase.engine.compression.int8 import Fused, Noise, passes_of
 from polyphase.engine.compression.powersgd import _householder
 from polyphase.engine.compression.topk import largest
 

@@ -11,8 +11,8 @@ from lightning.pytorch import Trainer
 from polyphase.engine import Engine
 from polyphase.engine.cli.strategies import default_of, field_docs
 from polyphase.engine.compression.registry import ROWS as HOOKS
+from polyphase.engine.flags import ARGUMENTS, VALUES, as_flag
 from polyphase.engine.strategies.registry import STRATEGIES
-from polyphase.engine.synonyms import ARGUMENTS, VALUES, as_flag
 
 _MADE = "<!-- Made from the code by `make pictures`. -->\n\n"
 

@@ -1,16 +1,26 @@
 """Finds the command and imports only its modules, so that commands without torch respond at once."""
 
+import argparse
 import importlib
 import os
+import re
 import sys
-from collections.abc import Callable, Sequence
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
+from ..compression.registry import ROWS as HOOKS
 from ..flags import choose
+from ..precision.names import PRECISIONS
+from ..strategies.registry import STRATEGIES
 from ..version import __version__
+from . import classes
 from .console import exit_with
 from .flag_table import COMMANDS as RUNS
+from .flag_table import GROUPS, FlagRow, flags_of
+from .user_code import values_of
 
-__all__ = ["COMMANDS", "main"]
+__all__ = ["COMMANDS", "main", "print_completion"]
 
 
 def _command(path: str) -> Callable[[Sequence[str]], int]:
@@ -91,8 +101,6 @@ def main() -> None:
     elif words[0] == "--version":
         print(f"polyphase {__version__}")
     elif any(word.startswith("--print_shtab") for word in words):
-        from .completion import print_completion
-
         print_completion(words, COMMANDS)
     elif words[0] in COMMANDS:
         sys.exit(COMMANDS[words[0]](words[1:]))
@@ -108,9 +116,7 @@ def main() -> None:
 def _run(command: str, words: list[str]) -> None:
     """Runs commands that need no torch at once, and passes all others to LightningCLI."""
     if "-h" in words or "--help" in words:
-        from .help import print_help
-
-        print_help(command, words)
+        _print_help(command, words)
         return
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # so that a user's own modules can be imported
@@ -129,3 +135,133 @@ def _run(command: str, words: list[str]) -> None:
     from .lightning_cli import run
 
     run([command, *words])
+
+
+# --- prints the help of a command that runs a model: its main flags in groups; needs no torch
+
+
+_WIDTH = 100
+_INDENT = 35
+_EXAMPLES = {
+    "verify": "--model ByteGPT --data PythonSource --strategy fsdp --devices 2 --steps 5",
+    "bench-comm": "--strategy ddp --devices 2",
+    "fit": "--model my_file.MyModel --data my_file.MyData --strategy ddp --devices 2",
+}
+
+
+def _print_help(command: str, words: Sequence[str]) -> None:
+    """Prints the help of a command; with ``--model X`` among `words`, also the arguments of that class."""
+    for line in _help_lines(command):
+        print(line)
+    for kind in ("model", "data"):
+        for name in values_of(f"--{kind}", words):
+            print("\n".join(_arguments(kind, name)))
+
+
+def _help_lines(command: str) -> Iterator[str]:
+    """Yields the lines of ``polyphase COMMAND --help``."""
+    yield f"usage: polyphase {command} --model CLASS [--data CLASS] [flags]"
+    yield f"{command}: {RUNS[command]}."
+    yield ""
+    default = "--model my_file.MyModel --data my_file.MyData --ckpt_path last.ckpt"
+    yield f"  polyphase {command} {_EXAMPLES.get(command, default)}"
+    yield ""
+    yield "Each flag has an example of its value, its meaning, and [its default]. Values are written as in"
+    yield "YAML: true, null, [0,1]. A flag overrides a --config file in front of it."
+    flags = flags_of(command)
+    for group in GROUPS:
+        rows = [flag for flag in flags if flag.group == group]
+        if rows:
+            yield ""
+            yield f"{group}:"
+            for row in rows:
+                yield from _lines(row)
+    yield ""
+    hidden = sum(not flag.group for flag in flags)
+    yield f"polyphase {command} --help-all: {hidden} more flags, mostly Lightning's, with their types (takes 10 s)."
+    yield f"polyphase {command} --model CLASS --help: the arguments of a class as well."
+    yield "Each argument of the engine may also be written --trainer.NAME."
+
+
+def _lines(row: FlagRow) -> list[str]:
+    left = f"  --{row.name} {row.example}".rstrip()
+    default = f" [{row.default}]" if row.default else ""
+    indent = " " * _INDENT
+    lines = textwrap.wrap(
+        row.meaning + default, _WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
+    )
+    if len(left) + 1 > _INDENT:
+        return [left, *lines]
+    return [left.ljust(_INDENT) + lines[0].lstrip(), *lines[1:]]
+
+
+def _arguments(kind: str, name: str) -> list[str]:
+    """Lists the arguments of a class's constructor, as far as its source file allows."""
+    module, _, class_name = name.rpartition(".")
+    path = classes.find_module(module) if module else classes.models_file()
+    source = classes.read(path) if path else None
+    arguments = classes.class_arguments(class_name, source) if source else None
+    if arguments is None:
+        return ["", f"The arguments of {name}: polyphase fit --{kind}.help {name}"]
+    return ["", f"Arguments of {name}:", *(f"  --{kind}.{key}: {text}".rstrip() for key, text in arguments.items())]
+
+
+# --- shell completion: a script that shtab generates from the table of flags
+
+
+_SHELLS = ("bash", "zsh")  # not tcsh: there shtab omits the flags of commands
+_CKPT = ("list", "inspect", "verify", "export", "prune")
+
+
+def print_completion(words: Sequence[str], others: Iterable[str]) -> None:
+    """Prints the script for ``--print_shtab bash`` (also ``--print_shtab=bash`` and ``--print_shtab-bash``).
+
+    Args:
+        words: the command line.
+        others: the commands that run no model.
+    """
+    shell = re.split(r"--print_shtab[-= ]?", " ".join(words))[-1].strip()
+    try:
+        import shtab
+
+        print(shtab.complete(_parser(others), choose("shell of --print_shtab", shell, _SHELLS)))
+    except ModuleNotFoundError:
+        exit_with("--print_shtab needs shtab: pip install shtab")
+    except ValueError as error:
+        exit_with(str(error))
+
+
+def _parser(others: Iterable[str]) -> argparse.ArgumentParser:
+    """Returns an argparse parser with all commands and flags, for completion only."""
+    top = argparse.ArgumentParser(prog="polyphase")
+    top.add_argument("--version", action="store_true")
+    commands = top.add_subparsers(dest="command")
+    for command, description in RUNS.items():
+        sub = commands.add_parser(command, help=description)
+        sub.add_argument("--help-all", action="store_true", help="all flags, Lightning's too")
+        for row in flags_of(command):
+            if not row.name.endswith(".NAME"):
+                sub.add_argument(f"--{row.name}", help=row.meaning.replace("%", "%%"), **_values(row))
+    for name in others:
+        sub = commands.add_parser(name, help=name)
+        if name == "strategies":
+            sub.add_argument("name", nargs="?", choices=[*STRATEGIES, *PRECISIONS, *HOOKS])
+            sub.add_argument("--explain", choices=classes.models_of("model"), help="a model")
+        elif name == "ckpt":
+            sub.add_argument("what", choices=_CKPT)
+    return top
+
+
+def _values(row: FlagRow) -> dict[str, Any]:
+    completions = {
+        "model": classes.models_of("model"),
+        "data": classes.models_of("data"),
+        "strategy": ("auto", *STRATEGIES),
+        "precision": tuple(PRECISIONS),
+        "compression": ("none", *HOOKS),
+        "bool": ("true", "false"),
+    }
+    if row.kind == "bare":
+        return {"action": "store_true"}
+    choices = row.choices or completions.get(row.kind)
+    return {"choices": choices} if choices else {}

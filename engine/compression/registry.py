@@ -10,12 +10,81 @@ from ..flags import choose, parse_flag, parse_options
 from ..lazy import Reference
 from ..plugins import COMM_HOOK_GROUP, load_plugin, plugin_names
 from ..registration import check_new_name
-from .options import AutoOptions, Int8Options, NoOptions, PowerSGDOptions, SignOptions, TopKOptions
 
 if TYPE_CHECKING:
     from .base import CommHook
 
-__all__ = ["COMM_HOOKS", "ROWS", "HookRow", "make_comm_hook", "parse_compression", "register_comm_hook"]
+__all__ = [
+    "COMM_HOOKS",
+    "ROWS",
+    "HookRow",
+    "make_comm_hook",
+    "parse_compression",
+    "register_comm_hook",
+]
+
+
+# --- the options after the colon of each compression flag (its comm hook's arguments), readable without torch
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _NoOptions:
+    """The options of a method without options."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Int8Options:
+    """Arguments of `Int8`."""
+
+    block: int = 256
+    """Number of values that share a scale; a multiple of 4."""
+    feedback: bool = False
+    """Add the rounding error to the next gradient; not supported under fsdp, where no rank could keep it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _PowerSGDOptions:
+    """Arguments of `PowerSGD`."""
+
+    rank: int = 4
+    """Number of columns of the two factors that are sent instead of a matrix."""
+    start: int = 10
+    """Number of optimizer steps without compression at the beginning."""
+    min_ratio: float = 2.0
+    """Compress a matrix only if its factors have this many times fewer values."""
+    feedback: bool = True
+    """Add the unsent part of a gradient to the next one."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _TopKOptions:
+    """Arguments of `TopK`."""
+
+    density: float = 0.01
+    """Share of the values that are sent; the values of largest magnitude are sent."""
+    start: int = 0
+    """Number of optimizer steps without compression at the beginning."""
+    feedback: bool = True
+    """Add the unsent part of a gradient to the next one."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _SignOptions:
+    """Arguments of `Sign`."""
+
+    start: int = 0
+    """Number of optimizer steps without compression at the beginning."""
+    feedback: bool = True
+    """Add the unsent part of a gradient to the next one."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _AutoOptions:
+    """Arguments of `Auto`."""
+
+    steps: int = 3
+    """Number of optimizer steps to measure before a method is chosen."""
+
 
 _DTYPES = {"fp16": "float16", "bf16": "bfloat16"}
 
@@ -27,7 +96,7 @@ class HookRow:
     description: str
     load: Callable[[], Any]
     """Returns the class, a `CommHook`."""
-    options: type = NoOptions
+    options: type = _NoOptions
     """Dataclass with the arguments of the class's constructor."""
     reduces_shards: bool = False
     """See `CommHook`."""
@@ -51,13 +120,13 @@ ROWS: dict[str, HookRow] = {
     "int8": HookRow(
         load=_class(".int8:Int8"),
         description="8 bits a value and a scale a block, stochastic rounding: int8[:block][,feedback=true]; block 256",
-        options=Int8Options,
+        options=_Int8Options,
         reduces_shards=True,
     ),
     "powersgd": HookRow(
         load=_class(".powersgd:PowerSGD"),
         description="low-rank factors with error feedback: powersgd[:rank][,start=steps]; rank 4, start 10",
-        options=PowerSGDOptions,
+        options=_PowerSGDOptions,
         takes_dtype=True,
     ),
     "topk": HookRow(
@@ -65,20 +134,20 @@ ROWS: dict[str, HookRow] = {
         description=(
             "the largest values and their places, with error feedback: topk[:density][,start=steps]; density 0.01"
         ),
-        options=TopKOptions,
+        options=_TopKOptions,
         takes_dtype=True,
     ),
     "sign": HookRow(
         load=_class(".sign:Sign"),
         description="one bit a value and a scale a row, with error feedback: sign[:start=steps]",
-        options=SignOptions,
+        options=_SignOptions,
     ),
     "auto": HookRow(
         load=_class(".auto:Auto"),
         description=(
             "measures the first steps and takes the fastest of none, bf16, int8 and powersgd: auto[:steps]; steps 3"
         ),
-        options=AutoOptions,
+        options=_AutoOptions,
     ),
 }
 """Comm hooks by flag name; `none` means no hook."""
@@ -131,7 +200,7 @@ def parse_compression(flag: str) -> ParsedCompression:
         load_plugin(COMM_HOOK_GROUP, name)
         choose("compression", name, sorted({"none", *ROWS, *plugin_names(COMM_HOOK_GROUP)}))
     kind = f"compression {name!r}"
-    options = ROWS[name].options if name != "none" else NoOptions
+    options = ROWS[name].options if name != "none" else _NoOptions
     fields = [field.name for field in dataclasses.fields(options)]
     texts = dict(parsed.options)
     if parsed.value is not None:

@@ -8,6 +8,7 @@ import os
 import pickle
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import wait
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from typing import Any, NamedTuple
 
 # Imported before any process group exists: it binds the default group into function defaults, which would otherwise
@@ -28,26 +30,31 @@ from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.strategies.launchers import multiprocessing as launchers
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 from torch.nn.parameter import is_lazy
 
 # Lightning: the private launcher that its own DDPStrategy uses.
-from .._compat.lightning import _MultiProcessingLauncher
+from .._compat.lightning import _ChildProcessObserver, _MultiProcessingLauncher, _SubprocessScriptLauncher
 from ..checkpoint import get_random_state
 from ..distributed.ports import reserve_port
-from ..environment import child_environment, compute_with_one_thread, owns_master_port, shows_all_frames
+from ..environment import (
+    child_environment,
+    compute_with_one_thread,
+    keep_job_secret,
+    owns_master_port,
+    shows_all_frames,
+)
 from ..flags import LAUNCHERS
 from ..initialization.stored_weights import make_room
-from ..reliability.failure import report_failure
-from ..reliability.hard_exit import end_tree
+from ..reliability.failure import print_rank, report_failure
+from ..reliability.hard_exit import END_TIMEOUT_S, await_ranks, end_tree, hard_exit, started_ranks
 from ..reliability.parent import watch_parent
 from ..reliability.tracebacks import shorten
-from .script_launcher import ScriptLauncher
 
-__all__ = ["check_forks", "end_group_at_exit", "make_launcher"]
+__all__ = ["RefusedLaunchError", "check_forks", "end_group_at_exit", "make_launcher"]
 
 _INTERRUPTED_S = 3.0
 """The time limit for workers to end after Ctrl-C."""
@@ -89,7 +96,7 @@ def make_launcher(strategy: Any, suffix: str, environment: Any, num_processes: i
     start_method = LAUNCHERS[suffix]
     # Under torchrun or SLURM the processes exist already: they run the same script with the same suffix.
     if start_method == "popen" or environment.creates_processes_externally:
-        return ScriptLauncher(strategy, environment, num_processes, num_nodes)
+        return _ScriptLauncher(strategy, environment, num_processes, num_nodes)
     if start_method not in mp.get_all_start_methods():
         raise ValueError(
             f"strategy {strategy!r}: process forking is not supported on this platform; choose the suffix _spawn, or"
@@ -500,3 +507,112 @@ def _rebuild(device: str, state: bytes) -> torch.Generator:
     generator = torch.Generator(device)
     generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
     return generator
+
+
+# --- the default launcher: rank 0 is the user's process, and runs its own command again for each other rank
+
+
+_NO_SCRIPT = """\
+strategy {strategy!r} runs the script once per device, but there is no script file ({source}): choose the suffix
+_fork or _notebook, or put the code into a file."""
+
+_RAY = """\
+strategy {strategy!r} runs this process's command once per device, but it is Ray's own command: let Ray start the
+workers, with a TorchTrainer(train_loop, scaling_config=ScalingConfig(num_workers={num_processes})) in this trial or
+task, or give devices=1. See docs/clusters.md."""
+_RAYS_COMMAND = ("ray", "_private", "workers", "default_worker.py")
+"""Ray: the end of the path of the script that its workers run."""
+
+_END_TIMEOUT_S = 8.0
+"""The time limit for a rank to find the cause and to write the report, before or after its parent ends."""
+
+_reservations: list[socket.socket] = []
+"""Sockets that reserve the port of the rendezvous, for all runs of this process."""
+
+
+class RefusedLaunchError(ValueError, MisconfigurationException):
+    """The processes can't be started in this way; also a MisconfigurationException, as in Lightning's launchers."""
+
+
+class _ScriptLauncher(_SubprocessScriptLauncher):
+    """Starts the ranks as Lightning does; rank 0's process is the last to end.
+
+    The job's store is in that process, and its exit code is the only one that the user's shell sees.
+    """
+
+    _hang_timeout_s: float | None = None
+    """The longest time of a rank at one position, in seconds; None without limit."""
+    _has_ended_them = False
+    _can_lose: Callable[[int], bool] = staticmethod(lambda rank: False)
+    """Whether the run can continue without a rank; the exit codes of such ranks do not count."""
+
+    def __init__(self, strategy: Any, environment: Any, num_processes: int, num_nodes: int) -> None:
+        super().__init__(environment, num_processes, num_nodes)
+        self._strategy = strategy
+
+    def launch(self, *args: Any, **kwargs: Any) -> Any:
+        """Starts the other ranks, unless another launcher has, and calls the function."""
+        trainer = kwargs.get("trainer")
+        self._hang_timeout_s = getattr(trainer, "hang_timeout_s", None)
+        self._can_lose = self._strategy.can_lose
+        watch_parent(self._first_rank + self.cluster_environment.local_rank(), _END_TIMEOUT_S)
+        return super().launch(*args, **kwargs)
+
+    def kill(self, signum: Any) -> None:
+        """Sends all of them a signal; those that are to be killed get the time to end by themselves."""
+        if signum == signal.SIGKILL:  # Lightning: after Ctrl-C, which all of them have got or agreed on
+            await_ranks(END_TIMEOUT_S)
+        self._has_ended_them = True
+        super().kill(signum)
+
+    @property
+    def _first_rank(self) -> int:
+        """The first of the ranks on this machine."""
+        return self.cluster_environment.node_rank() * self.num_processes
+
+    # Lightning: _SubprocessScriptLauncher._check_can_spawn_children, called before it starts the script by sys.argv[0].
+    def _check_can_spawn_children(self) -> None:
+        super()._check_can_spawn_children()
+        if self.num_processes > 1 and Path(sys.argv[0]).parts[-4:] == _RAYS_COMMAND:
+            raise RefusedLaunchError(_RAY.format(strategy=self._strategy, num_processes=self.num_processes))
+        main: Any = sys.modules["__main__"]
+        if self.num_processes > 1 and main.__spec__ is None and not os.path.exists(sys.argv[0]):
+            source = {"-c": "python -c", "-": "standard input", "": "a prompt"}.get(sys.argv[0], repr(sys.argv[0]))
+            raise RefusedLaunchError(_NO_SCRIPT.format(strategy=self._strategy, source=source))
+
+    # Lightning: _SubprocessScriptLauncher._call_children_scripts, called by `launch` on the first rank of a machine.
+    def _call_children_scripts(self) -> None:
+        if self.num_nodes == 1:
+            keep_job_secret()
+        with owns_master_port(self.cluster_environment) as is_ours:
+            if is_ours:
+                _reservations.append(reserve_port(self.cluster_environment))
+        with child_environment(num_nodes=self.num_nodes):
+            super()._call_children_scripts()
+        started_ranks.update(enumerate(self.procs, self._first_rank + 1))
+        atexit.register(self._await_ranks_at_exit)
+
+    def _longest_s(self) -> float | None:
+        # A rank that hangs ends itself after `hang_timeout_s`, and knows where it hangs, so it gets that time first.
+        return None if self._hang_timeout_s is None else self._hang_timeout_s + _END_TIMEOUT_S
+
+    def _await_ranks_at_exit(self) -> None:
+        for thread in threading.enumerate():
+            if isinstance(thread, _ChildProcessObserver):
+                thread._child_processes = []  # Lightning: the thread would kill this process, too
+        has_failed = getattr(sys, "last_value", None) is not None  # CPython: the exception that ended the program
+        longest_s = END_TIMEOUT_S if has_failed or self._has_ended_them else self._longest_s()
+        late = await_ranks(longest_s)
+        for rank in late:
+            end_tree(started_ranks[rank].pid)
+            started_ranks[rank].wait()
+        codes = {rank: p.returncode for rank, p in started_ranks.items() if rank in late or not self._can_lose(rank)}
+        started_ranks.clear()
+        if has_failed or self._has_ended_them or not any(codes.values()):
+            return
+        for rank, code in codes.items():
+            if rank in late:
+                print_rank(rank, f"still ran {longest_s:g} s after rank 0 had ended, and was ended")
+            elif code:
+                print_rank(rank, f"has ended with exit code {code}, after rank 0 had ended")
+        hard_exit(max(1, *codes.values()))

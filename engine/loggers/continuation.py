@@ -12,19 +12,407 @@ Phases:
 A run that was stopped before its first snapshot is identified by its record, beside the snapshots.
 """
 
+import csv
+import json
 import os
+import re
+import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, ClassVar
+from urllib.parse import urlparse
+from urllib.request import url2pathname
+from weakref import WeakKeyDictionary
 
+from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from .._compat.lightning import _convert_params, _flatten_dict
+from ..checkpoint.checked_io import Files, absolute, is_plain_name, resolve
 from ..checkpoint.manifest import find
-from ..checkpoint.run_record import read_record
+from ..checkpoint.run_record import read_record, replace_file
 from ..environment import restart_count
-from .kinds import LoggerKind, kind_of
 
-__all__ = ["LogContinuation"]
+__all__ = ["LogContinuation", "kind_of"]
+
+
+# --- resumes each of Lightning's loggers: its place, the position in its log, and the removal of later points
+# The loggers stay the user's objects: their attributes are set before they create their writers, and their files are
+# truncated.
+
+
+_HEX_ID = re.compile(r"[0-9A-Za-z_.-]{1,128}")
+_FLUSH_S = 15.0
+"""wandb: x_transaction_log_flush_interval, the time after which it writes rows to the disk."""
+_MOST_ROWS = 10_000
+_MOST_ROWS_BYTES = 1 << 19
+"""Half of what the manifest of a single-file checkpoint may have."""
+_MARK = ".polyphase-run"
+"""The file in a log's folder that names the run that has created it."""
+_TAG = "polyphase.run"
+"""The same, as a tag of MLflow's run."""
+_MOST_MARK_BYTES = 1 << 14
+_EVENTS = ".tfevents."
+"""Part of the name of each of TensorBoard's files."""
+
+
+class _LoggerKind:
+    """One class of loggers. Only rank 0 calls the methods, except `place` and `adopt`."""
+
+    logger_class: ClassVar[type]
+
+    def place(self, logger: Any) -> dict[str, Any]:
+        """Returns the user's arguments that identify a logger: if they are equal, a later start has the same logger."""
+        raise NotImplementedError
+
+    def id_of(self, logger: Any) -> Any:
+        """Returns the run's name within the logger's place, a plain value; None if the run has no name yet."""
+        raise NotImplementedError
+
+    def adopt(self, logger: Any, run_id: Any, owner: str) -> str | None:
+        """Makes a logger that has not begun continue the run `run_id`; returns the reason if it can't.
+
+        Unless the user has chosen `run_id`, its log must have the mark `owner`: it is read from a file that may be
+        anybody's.
+        """
+        raise NotImplementedError
+
+    def is_owned(self, logger: Any, owner: str) -> bool:
+        """Whether the log has the mark `owner`, without which no points are removed from it."""
+        return True
+
+    def is_new(self, logger: Any) -> bool:
+        """Whether this run creates the log: nothing is there yet."""
+        return False
+
+    def mark(self, logger: Any, owner: str) -> None:
+        """Writes the mark `owner` into a log that this run has created or continued."""
+
+    def open(self, logger: Any) -> None:
+        """Called before a logger that has adopted a run first writes."""
+
+    @contextmanager
+    def logging_parameters(self, logger: Any) -> Iterator[None]:
+        """Context manager around the logging of hyperparameters by a logger that has adopted a run."""
+        yield
+
+    def position(self, logger: Any) -> Any:
+        """The position in the log, as plain values."""
+        raise NotImplementedError
+
+    def note(self, logger: Any, metrics: dict[str, Any], step: int) -> None:
+        """Called after the engine has logged something."""
+
+    def close(self, logger: Any) -> None:
+        """Closes the files, before any is truncated."""
+
+    def checked(self, position: Any) -> Any:
+        """Checks a position that was read from a file.
+
+        Raises:
+            ValueError: it is invalid.
+        """
+        if type(position) is not int or position < 0:
+            raise ValueError(f"the position {position!r} is no number")
+        return position
+
+    def take_back(self, logger: Any, position: Any, step: int) -> None:
+        """Removes the points after `position`; the next optimizer step is number `step`."""
+        raise NotImplementedError
+
+
+class _Versions(_LoggerKind):
+    """Loggers with a folder for each version."""
+
+    def place(self, logger: Any) -> dict[str, Any]:
+        return {"save_dir": absolute(str(logger.save_dir)), "name": logger.name}
+
+    def id_of(self, logger: Any) -> Any:
+        return logger.version
+
+    def adopt(self, logger: Any, run_id: Any, owner: str) -> str | None:
+        if type(run_id) is not int and not is_plain_name(run_id):
+            return f"{run_id!r} is no version"
+        chosen = logger._version  # Lightning: None until it is set or first read
+        # A version that the engine has chosen for the flag `name` is not the user's choice.
+        if chosen not in (None, run_id) and getattr(logger, "chosen_version", None) != chosen:
+            return f"version={chosen!r} was set, or read before fit"
+        logger._version = run_id
+        is_users = chosen is not None and getattr(logger, "chosen_version", None) is None
+        if not is_users and not self.is_owned(logger, owner):
+            folder, logger._version = logger.log_dir, chosen
+            return f"{folder} has no mark of that run"
+        return None
+
+    def is_owned(self, logger: Any, owner: str) -> bool:
+        try:
+            return Files(logger.log_dir).read(_MARK, _MOST_MARK_BYTES).decode() == owner
+        except (OSError, ValueError):
+            return False
+
+    def is_new(self, logger: Any) -> bool:
+        fs, folder = resolve(logger.log_dir)
+        return not fs.exists(folder) or not fs.ls(folder, detail=False)
+
+    def mark(self, logger: Any, owner: str) -> None:
+        replace_file(f"{logger.log_dir}/{_MARK}", owner.encode())
+
+
+class _CSV(_Versions):
+    logger_class = CSVLogger
+
+    def is_new(self, logger: Any) -> bool:
+        return True  # Lightning: deletes the rows of an earlier start
+
+    def open(self, logger: Any) -> None:
+        if logger._experiment is None:  # Lightning: None until the first use
+            logger._experiment = _ContinuedWriter(log_dir=logger.log_dir)
+
+    def position(self, logger: Any) -> Any:
+        logger.save()
+        return len(self._lines(logger))
+
+    def take_back(self, logger: Any, position: Any, step: int) -> None:
+        lines = self._lines(logger)
+        if len(lines) <= position:
+            return
+        path, files = logger.experiment.metrics_file_path, logger.experiment._fs  # Lightning: an fsspec file system
+        if not position:
+            files.rm_file(path)
+            logger.experiment.metrics_keys = []
+            return
+        replace_file(path, b"".join(lines[:position]))
+
+    def _lines(self, logger: Any) -> list[bytes]:
+        """The header and the rows of the file, which Lightning rewrites when a column is added."""
+        writer = logger.experiment
+        if not writer._fs.isfile(writer.metrics_file_path):
+            return []
+        return writer._fs.cat_file(writer.metrics_file_path).splitlines(keepends=True)
+
+
+class _ContinuedWriter(ExperimentWriter):
+    """Lightning's writer, which continues the existing file."""
+
+    def __init__(self, log_dir: str) -> None:
+        super().__init__(log_dir)
+        if self._fs.isfile(self.metrics_file_path):
+            with self._fs.open(self.metrics_file_path, "r", newline="") as stream:
+                self.metrics_keys = list(csv.DictReader(stream).fieldnames or ())
+
+    def _check_log_dir_exists(self) -> None:  # Lightning: deletes the rows of an earlier start
+        pass
+
+
+class _TensorBoard(_Versions):
+    logger_class = TensorBoardLogger
+
+    def place(self, logger: Any) -> dict[str, Any]:
+        return {**super().place(logger), "sub_dir": logger.sub_dir, "asked": getattr(logger, "asked_name", None)}
+
+    def checked(self, position: Any) -> Any:
+        return _checked_sizes(position)
+
+    def position(self, logger: Any) -> Any:
+        logger.experiment.flush()
+        return _sizes(logger.log_dir, _EVENTS)
+
+    def close(self, logger: Any) -> None:
+        logger.experiment.close()  # it opens another file when it next writes
+
+    def take_back(self, logger: Any, position: Any, step: int) -> None:
+        _cut(logger.log_dir, _EVENTS, position)
+        # Tells TensorBoard to drop later points that it has already read, or that are not on this machine's disks.
+        logger.experiment.purge_step = step
+
+
+class _Wandb(_LoggerKind):
+    """W&B writes rows to the disk every 15 s: the last rows of a killed process are lost.
+
+    So a snapshot keeps the latest rows. A resumed run logs them again, each under its old number.
+    """
+
+    logger_class = WandbLogger
+
+    def __init__(self) -> None:
+        self._recent: WeakKeyDictionary[Any, deque[tuple[float, int, int, dict[str, str]]]] = WeakKeyDictionary()
+
+    def place(self, logger: Any) -> dict[str, Any]:
+        return {"save_dir": absolute(str(logger.save_dir or ".")), "project": logger.name}
+
+    def id_of(self, logger: Any) -> Any:
+        return logger.version
+
+    def adopt(self, logger: Any, run_id: Any, owner: str) -> str | None:
+        if not isinstance(run_id, str) or not _HEX_ID.fullmatch(run_id):
+            return f"{run_id!r} is no id"
+        if logger.version not in (None, run_id):
+            return f"id={logger.version!r} was given"
+        if logger._experiment is None:  # Lightning: the run, once there is one
+            # Lightning: the arguments of wandb.init, which include resume="allow".
+            logger._wandb_init["id"] = logger._id = run_id
+        return None
+
+    def note(self, logger: Any, metrics: dict[str, Any], step: int) -> None:
+        next_row = self._next_row(logger)
+        if next_row is None:
+            return
+        rows, now = self._recent.setdefault(logger, deque(maxlen=_MOST_ROWS)), time.monotonic()
+        while rows and rows[0][0] < now - 2 * _FLUSH_S:
+            rows.popleft()
+        # As text, since a manifest has only finite numbers.
+        values = {name: repr(float(value)) for name, value in metrics.items() if isinstance(value, (int, float))}
+        rows.append((now, next_row - 1, step, values))
+
+    def position(self, logger: Any) -> Any:
+        recent: deque[list[Any]] = deque()
+        num_bytes = 0
+        for _, row, step, values in reversed(self._recent.get(logger, ())):
+            num_bytes += len(json.dumps([row, step, values], indent=1))
+            if num_bytes > _MOST_ROWS_BYTES:
+                break
+            recent.appendleft([row, step, values])
+        return {"next": self._next_row(logger), "recent": [*recent]}
+
+    def checked(self, position: Any) -> Any:
+        try:
+            rows = [
+                (int(row), int(step), {str(name): float(value) for name, value in values.items()})
+                for row, step, values in position["recent"]
+            ]
+            return {"next": int(position["next"]), "recent": rows}
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"the position {position!r} says no rows") from error
+
+    def take_back(self, logger: Any, position: Any, step: int) -> None:
+        # W&B removes nothing; rows that are logged again get their old numbers.
+        for row, at_step, metrics in position["recent"]:
+            logger.experiment.log({}, step=row)
+            logger.log_metrics(metrics, at_step)
+        logger.experiment.log({}, step=position["next"])
+
+    def _next_row(self, logger: Any) -> int | None:
+        """Returns the number of the next row; None if this version of wandb does not tell."""
+        # wandb: Run.step asks another process for it; `_step` in older versions.
+        counters = (getattr(logger.experiment, name, None) for name in ("_local_step", "_step"))
+        return next((row for row in counters if type(row) is int), None)
+
+
+class _MLFlow(_LoggerKind):
+    logger_class = MLFlowLogger
+
+    def place(self, logger: Any) -> dict[str, Any]:
+        # Lightning: both are arguments of the constructor.
+        return {"experiment": logger._experiment_name, "tracking_uri": logger._tracking_uri}
+
+    def id_of(self, logger: Any) -> Any:
+        return logger.run_id
+
+    def adopt(self, logger: Any, run_id: Any, owner: str) -> str | None:
+        if not isinstance(run_id, str) or not _HEX_ID.fullmatch(run_id):
+            return f"{run_id!r} is no id"
+        chosen = logger._run_id  # Lightning: None until it is set or created
+        if chosen not in (None, run_id):
+            return f"run_id={chosen!r} was given"
+        from mlflow.exceptions import MlflowException
+
+        try:
+            run = logger._mlflow_client.get_run(run_id)  # Lightning: the client; `experiment` would begin a run
+        except MlflowException as gone:
+            return f"its run is gone ({gone.error_code})"
+        if run.info.lifecycle_stage == "deleted":
+            return "its run was deleted"
+        if chosen is None and run.data.tags.get(_TAG) != owner:
+            return "it has no mark of that run"
+        logger._run_id = run_id
+        return None
+
+    def is_owned(self, logger: Any, owner: str) -> bool:
+        return logger._mlflow_client.get_run(logger.run_id).data.tags.get(_TAG) == owner
+
+    def is_new(self, logger: Any) -> bool:
+        return logger._run_id is None
+
+    def mark(self, logger: Any, owner: str) -> None:
+        logger.experiment.set_tag(logger.run_id, _TAG, owner)
+
+    @contextmanager
+    def logging_parameters(self, logger: Any) -> Iterator[None]:
+        """MLflow refuses a second value of a parameter, so the values of the first start stay."""
+        log = logger.log_hyperparams
+
+        def log_new(params: Any) -> None:
+            logged = logger.experiment.get_run(logger.run_id).data.params
+            flat = _flatten_dict(_convert_params(params))
+            log({name: value for name, value in flat.items() if name not in logged})
+
+        logger.log_hyperparams = log_new
+        try:
+            yield
+        finally:
+            del logger.log_hyperparams
+
+    def checked(self, position: Any) -> Any:
+        return None if position is None else _checked_sizes(position)
+
+    def position(self, logger: Any) -> Any:
+        folder = self._folder(logger)
+        return None if folder is None else _sizes(folder, "")
+
+    def take_back(self, logger: Any, position: Any, step: int) -> None:
+        logger.experiment.update_run(logger.run_id, status="RUNNING")
+        folder = self._folder(logger)
+        if folder is not None and position is not None:
+            _cut(folder, "", position)
+
+    def _folder(self, logger: Any) -> str | None:
+        """The run's metrics in MLflow's file store; None for databases and servers, from which nothing is removed."""
+        uri, ids = logger._tracking_uri, (logger.experiment_id, logger.run_id)
+        is_elsewhere = "://" in uri and not uri.startswith("file:")
+        if is_elsewhere or None in ids:  # tests have clients that give no ids
+            return None
+        return os.path.join(url2pathname(urlparse(uri).path if uri.startswith("file:") else uri), *ids, "metrics")
+
+
+def _checked_sizes(sizes: Any) -> dict[str, int]:
+    if not isinstance(sizes, dict) or any(type(size) is not int or size < 0 for size in sizes.values()):
+        raise ValueError(f"the position {sizes!r} has no sizes of files")
+    return sizes
+
+
+def _sizes(folder: str, marker: str) -> dict[str, int]:
+    """Returns the sizes of the files under a local folder whose names contain `marker`, by relative path; no links."""
+    sizes = {}
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            path = os.path.join(parent, name)
+            if marker in name and not os.path.islink(path):
+                sizes[os.path.relpath(path, folder)] = os.path.getsize(path)
+    return sizes
+
+
+def _cut(folder: str, marker: str, sizes: dict[str, int]) -> None:
+    """Truncates these files to `sizes`; files without a size are removed."""
+    for name, size in _sizes(folder, marker).items():
+        path = os.path.join(folder, name)
+        if not sizes.get(name):
+            os.remove(path)
+        elif size > sizes[name]:
+            os.truncate(path, sizes[name])
+
+
+_KINDS: tuple[_LoggerKind, ...] = (_TensorBoard(), _CSV(), _Wandb(), _MLFlow())
+
+
+def kind_of(logger: Any) -> _LoggerKind | None:
+    """Returns the kind of a logger; None for other loggers, and for subclasses that create their writer differently."""
+    for kind in _KINDS:
+        if isinstance(logger, kind.logger_class):
+            is_lightnings = type(logger).experiment is kind.logger_class.experiment  # type: ignore[attr-defined]
+            return kind if is_lightnings else None
+    return None
 
 
 class LogContinuation:
@@ -176,7 +564,7 @@ class LogContinuation:
                 rank_zero_warn(f"{about['class']}: the end of its log is unknown: {error}.")
         return entries
 
-    def _logger(self, number: int) -> tuple[Any, LoggerKind]:
+    def _logger(self, number: int) -> tuple[Any, _LoggerKind]:
         logger = self._trainer.loggers[number]
         kind = kind_of(logger)
         assert kind is not None

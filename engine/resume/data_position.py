@@ -31,16 +31,20 @@ from ..data import (
     check_trained_side_by_side,
     controlling_sampler,
     digest_of_generators,
+    epoch_of,
+    epoch_setter,
+    is_litdata_loader,
     is_stateful,
     loses_its_buffer,
     order_of,
+    remaining_shards,
     restore_sampler,
+    set_epoch,
     set_own_states,
     tracks_own_position,
+    why_not_shardable,
 )
 from ..data.batch_sizes import BatchSizes
-from .data_set_epochs import DataSetEpochs, state_of_data
-from .stream_position import resume_stream, stateful
 
 __all__ = ["DataPosition"]
 
@@ -83,7 +87,7 @@ class DataPosition:
         self._saved_batches = self._counted_batches = 0
         self._lengths: list[int | None] = []
         """The loaders' lengths in the current epoch."""
-        self.draws, self.data_epochs = _DataDraws(trainer), DataSetEpochs(trainer)
+        self.draws, self.data_epochs = _DataDraws(trainer), _DataSetEpochs(trainer)
 
     @property
     def epoch(self) -> int:
@@ -204,7 +208,7 @@ class DataPosition:
         combined = self.trainer.fit_loop._combined_loader
         loaders = [] if combined is None else combined.flattened
         states = [
-            {**self._state_of(loader, epoch, batches, begins), **state_of_data(loader, begins=begins)}
+            {**self._state_of(loader, epoch, batches, begins), **_state_of_data(loader, begins=begins)}
             for loader in loaders
         ]
         for state, draws in zip(states, self.draws.states(), strict=True):
@@ -220,11 +224,11 @@ class DataPosition:
     def _state_of(self, loader: Any, epoch: int, batches: int, begins: bool) -> dict[str, Any]:
         if isinstance(loader, StateTrackingLoader):
             shards = {"shards": loader.shards_state()} if isinstance(loader, ShardedLoader) else {}
-            return {**stateful(loader), "state": loader.state_after(epoch, batches), **shards}
+            return {**_stateful(loader), "state": loader.state_after(epoch, batches), **shards}
         if id(loader) in self._kept_states:
-            return {**stateful(loader), **self._kept_states[id(loader)].state_after(epoch, batches)}
+            return {**_stateful(loader), **self._kept_states[id(loader)].state_after(epoch, batches)}
         if tracks_own_position(loader):
-            return {**stateful(loader), "state": loader.state_dict()}
+            return {**_stateful(loader), "state": loader.state_dict()}
         if not isinstance(loader, DataLoader) or has_iterable_dataset(loader) or sized_len(loader) is None:
             return {"unit": None}
         position = self._resumed_positions.get(loader)
@@ -301,7 +305,7 @@ class DataPosition:
                 # The loader begins an epoch, like a new loader.
                 set_own_states(loader, state.get("generators_now", {}))
                 state = {**state, "state": None}
-            self._set_progress(resume_stream(loader, state, self.trainer, self.epoch, self._saved_batches))
+            self._set_progress(_resume_stream(loader, state, self.trainer, self.epoch, self._saved_batches))
         elif state["unit"] is not None and isinstance(loader, DataLoader) and (order := order_of(loader)) is not None:
             self._resume_order(loader, order.num_replicas, state)
         elif not state.get("position") and state.get("order") and isinstance(loader, DataLoader):
@@ -596,3 +600,236 @@ class _DataDraws:
 
 def _reads_here(loader: Any) -> bool:
     return isinstance(loader, DataLoader) and loader.num_workers == 0
+
+
+# --- epochs that a hook sets on a data set, by `set_epoch` or its attribute `epoch`; a resumed run sets them again
+# Workers have copies of a data set. If they have started before a hook sets the epoch, their copies have a different
+# epoch, which is an error. A stream that does not depend on earlier epochs is restarted instead.
+
+
+def _state_of_data(loader: Any, *, begins: bool) -> dict[str, Any]:
+    """Returns the epoch that was set on a loader's data set, and a checksum of its generators, for a checkpoint."""
+    if not isinstance(loader, DataLoader):
+        return {}
+    # A stream that counts epochs itself counts the current one again when it is resumed.
+    saved_epoch = (
+        loader.data_epoch if isinstance(loader, StateTrackingLoader) and not begins else epoch_of(loader.dataset)
+    )
+    return {"data_epoch": saved_epoch, "generators": digest_of_generators(loader.dataset)}
+
+
+class _DataSetEpochs:
+    """The epochs that were set on the data sets of one rank's training loaders.
+
+    Args:
+        trainer: the trainer with the data.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer: Any = trainer
+        self._by_loader: dict[DataLoader, int | None] = {}
+
+    def watch(self, combined: CombinedLoader) -> None:
+        """Notes the data sets' epochs; called before the loaders' first iterator starts their workers."""
+        self._by_loader = {loader: epoch_of(loader.dataset) for loader in combined.flattened if _has_copies(loader)}
+
+    def resume(self, loader: DataLoader, saved_epoch: int | None) -> None:
+        """Sets the epoch of the saved run on a data set.
+
+        Raises:
+            ValueError: the workers of that run may have had another epoch.
+        """
+        dataset: Any = loader.dataset
+        if (
+            saved_epoch is not None
+            and saved_epoch != epoch_of(dataset)
+            and _has_copies(loader)
+            and loader.persistent_workers
+        ):
+            raise ValueError(
+                f"{type(dataset).__name__} was set to epoch {saved_epoch} by {epoch_setter(dataset)}, but workers that"
+                " stay (persistent_workers=True) do not get it, and their epoch is unknown. Resume with"
+                " persistent_workers=False, or num_workers=0."
+            )
+        set_epoch(dataset, saved_epoch)
+
+    def restart_changed_streams(self, fetcher: Any, epoch: int) -> None:
+        """Restarts streams if a hook has set another epoch since `watch`; called before the first batch of an epoch.
+
+        Args:
+            fetcher: Lightning's data fetcher of the epoch.
+            epoch: the current epoch.
+
+        Raises:
+            ValueError: workers were started before the hook was called.
+        """
+        loaders = self.trainer.fit_loop._combined_loader.flattened  # Lightning: as _prepare_dataloader left them
+        for loader, earlier in self._by_loader.items():
+            now = epoch_of(loader.dataset)
+            if now != earlier and not loader.persistent_workers:
+                raise ValueError(
+                    f"{type(loader.dataset).__name__} was set to epoch {now} by {epoch_setter(loader.dataset)} in the"
+                    " first hook of the resumed epoch, when the DataLoader's workers had been started with epoch"
+                    f" {earlier}, and would yield that epoch's samples. Resume with num_workers=0, or from a checkpoint"
+                    " that was saved in mid-epoch."
+                )
+        if not all(isinstance(loader, StateTrackingLoader) and not loader.has_cross_epoch_state for loader in loaders):
+            return
+        if any(loader.seen_epoch != epoch_of(loader.dataset) for loader in loaders):
+            for loader in loaders:
+                loader.begin(epoch)
+            iter(fetcher)
+
+
+def _has_copies(loader: Any) -> bool:
+    """Whether workers have copies of a map-style data set, which do not get an epoch that is set later."""
+    return isinstance(loader, DataLoader) and loader.num_workers > 0 and not has_iterable_dataset(loader)
+
+
+# --- resumes a loader that has its own state: at the saved position, or with the unfinished shards redistributed
+
+
+def _stateful(loader: Any) -> dict[str, Any]:
+    """Returns the kind of a loader's state, with the batch size and number of workers for which it is valid."""
+    return {"unit": "stateful"} | {name: getattr(loader, name, None) for name in ("batch_size", "num_workers")}
+
+
+def _resume_stream(loader: Any, state: dict[str, Any], trainer: Any, epoch: int, saved: int) -> int | None:
+    """Resumes `loader` at the position of the saved run, on all ranks, or raises on all ranks.
+
+    Args:
+        loader: loader of this run.
+        state: state of the saved run's loader, on this rank; its entry ``of_ranks`` has those of all ranks.
+        trainer: trainer of this run.
+        epoch: the current epoch.
+        saved: number of batches of the epoch that each rank of the saved run had done.
+
+    Returns:
+        The number of batches of this run that count as done; None if it equals `saved`.
+
+    Raises:
+        ValueError: the loader can't continue there.
+    """
+    world_size, then = trainer.data_size, state["saved_by"]
+    is_alike = {**state, **_stateful(loader)} == state
+    is_same = then == world_size and is_alike
+    if saved and isinstance(loader, ShardedLoader):
+        return _resume_shards(loader, state, is_same, epoch, saved, world_size, trainer.accumulate_grad_batches)
+    is_new = isinstance(loader, StateTrackingLoader) and not (
+        loader.has_cross_epoch_state or (loader.continues_across_epochs and is_same)
+    )
+    if (saved == 0 and is_new) or all(rank["state"] is None for rank in state["of_ranks"]):
+        return None
+    _check_position(loader, state, saved, world_size, is_alike)
+    if state["state"] is not None and isinstance(loader, StateTrackingLoader):
+        loader.resume(epoch, saved, state["state"])
+    # Lightning: it loads a state in mid-epoch only.
+    elif state["state"] is not None and is_stateful(loader) and trainer.fit_loop.restarting:
+        loader.load_state_dict(state["state"])
+    return None
+
+
+def _check_position(loader: Any, state: dict[str, Any], saved: int, world_size: int, is_alike: bool) -> None:
+    """Checks that a loader without shards can continue at the position of another run.
+
+    Args:
+        loader: loader of this run.
+        state: state of the saved run's loader.
+        saved: number of batches of the epoch that each rank of the saved run had done.
+        world_size: number of this run's ranks with different samples.
+        is_alike: whether batch size and number of workers are those of the saved run.
+
+    Raises:
+        ValueError: the loader can't continue there.
+    """
+    if saved and is_litdata_loader(loader) and type(loader.dataset).__name__ != "StreamingDataset":
+        raise ValueError(
+            f"litdata's {type(loader).__name__} over a {type(loader.dataset).__name__} can't continue where it was:"
+            " only one over a StreamingDataset is known to. Resume from a checkpoint that was saved between two epochs,"
+            " or load only the weights to begin one."
+        )
+    then = state["saved_by"]
+    if then != world_size:
+        raise ValueError(
+            f"The checkpoint has the positions of {then} rank(s) in an IterableDataset or a loader with a state of"
+            f" its own, which {world_size} can't share: {_why_not_dealt(loader, state)}. Resume with {then}, or at"
+            " the end of an epoch, or load only the weights. For the next run:"
+            " docs/howto/streams-with-shards.md, or a data set with a length."
+        )
+    # Each rank checks the states of all ranks: if only the rank at its end raised, the others would wait for it.
+    states = [other["state"] or {} for other in state["of_ranks"]] if isinstance(loader, StateTrackingLoader) else []
+    through = [rank for rank, other in enumerate(states) if other.get("ended")]
+    if saved and through:
+        raise ValueError(
+            f"The checkpoint was saved when rank(s) {through} had finished their data, and others had not:"
+            " training can't resume there. Resume at the end of an epoch, or load only the weights."
+        )
+    if saved and not is_alike:
+        raise ValueError(
+            f"The checkpoint has the position in a loader with {_described(state)}, which one with"
+            f" {_described(_stateful(loader))} can't continue from: {_why_not_dealt(loader, state)}. Resume with the"
+            " same, or at the end of an epoch, or load only the weights. For the next run:"
+            " docs/howto/streams-with-shards.md."
+        )
+
+
+def _resume_shards(
+    loader: ShardedLoader, state: dict[str, Any], is_same: bool, epoch: int, saved: int, num_ranks: int, window: int
+) -> int:
+    """Resumes `loader` with the rest of an epoch.
+
+    Args:
+        loader: loader of this run.
+        state: state of the saved run's loader, on this rank; its entry ``of_ranks`` has those of all ranks.
+        is_same: the numbers of ranks and workers and the batch size are those of the saved run.
+        epoch: the current epoch.
+        saved: number of batches of the epoch that each rank of the saved run had done.
+        num_ranks: number of this run's ranks.
+        window: number of batches of an optimizer step.
+
+    Returns:
+        The number of batches of this run that count as done: those that hold as many samples as the saved run's.
+
+    Raises:
+        ValueError: the data has another number of shards, or there are other training loaders beside this one.
+    """
+    states = state["of_ranks"]
+    then, now = state["shards"]["num_shards"], loader.dataset.count
+    if then != now:
+        raise ValueError(
+            f"The checkpoint has positions in {then} shards, but this run's {type(loader.dataset.dataset).__name__} has"
+            f" {now}: use the same data, or load only the weights to begin an epoch."
+        )
+    # If a rank had read all of its shards, the remaining shards of the others are distributed over all ranks.
+    has_ended = any(stream["state"] is not None and stream["state"]["ended"] for stream in states)
+    if is_same and not has_ended:
+        loader.dataset.deal_next(state["shards"]["dealt"])
+        loader.resume(epoch, saved, state["state"])
+        return saved
+    if not state["is_alone"]:
+        raise ValueError(
+            "The checkpoint has the position in a stream with shards beside other training loaders, whose shards can't"
+            f" be distributed again: resume with {len(states)} rank(s), {_described(state)}, from a checkpoint in which"
+            " no loader has ended; or at the end of an epoch; or load only the weights."
+        )
+    samples = saved * len(states) * (state["batch_size"] or 1)
+    batches = samples // (num_ranks * (loader.batch_size or 1))
+    batches = max(window, batches // window * window)  # an optimizer step begins with the next one
+    loader.go_on_with(epoch, batches, remaining_shards(states, now))
+    return batches
+
+
+def _why_not_dealt(loader: Any, state: dict[str, Any]) -> str:
+    """Returns the reason why saved positions can't be split over other ranks, or into other batches."""
+    if "shards" in state:
+        return "it was read shard by shard, and this run's loader is not"
+    if not isinstance(loader, DataLoader):
+        return f"{type(loader).__name__} has no shards that the engine could deal"
+    # A data set that is read again up to its position is wrapped around the user's.
+    reason = why_not_shardable(getattr(loader.dataset, "dataset", loader.dataset))
+    return reason or "in the run that saved the checkpoint it was not read shard by shard"
+
+
+def _described(state: dict[str, Any]) -> str:
+    """Returns the batch size and the number of workers of a loader, for a message."""
+    return f"batch_size={state['batch_size']} and num_workers={state['num_workers']}"

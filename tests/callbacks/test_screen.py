@@ -6,8 +6,7 @@ import time
 import pytest
 from rich.console import Console
 
-from polyphase.callbacks._screen import _REDRAW_S, BottomLines, PlainOutput, can_draw, screen_of
-from polyphase.callbacks._streams import WholeLines
+from polyphase.callbacks._screen import _REDRAW_S, BottomLines, PlainOutput, WholeLines, can_draw, screen_of
 from tests.terminal import Window, on_window
 
 

@@ -255,9 +255,9 @@ def _last_name(node: ast.AST) -> str:
 
 
 def test_the_flags_stand_alone():
-    for file in ("flags.py", "choices.py", "synonyms.py"):
+    for file in ("flags.py", "choices.py"):
         own = {name for name in names(ROOT / "engine" / file) if name.startswith(("polyphase", "torch", "lightning"))}
-        assert own <= {"polyphase.engine.choices.Axis", "polyphase.engine.synonyms.meaning"}
+        assert own <= {"polyphase.engine.choices.Axis"}
 
 
 @pytest.mark.parametrize("folder", ["callbacks", "models"])

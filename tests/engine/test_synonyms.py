@@ -8,8 +8,8 @@ import pytest
 from polyphase.engine import Engine
 from polyphase.engine.cli.check import UsageError, check
 from polyphase.engine.cli.flag_table import flags_of
+from polyphase.engine.flags import ARGUMENTS, VALUES, as_flag
 from polyphase.engine.strategies.registry import check_strategy
-from polyphase.engine.synonyms import ARGUMENTS, VALUES, as_flag
 
 WORDS = {word: target for words in ARGUMENTS.values() for word, target in words.items()}
 RUN = ["--model", "DigitsClassifier", "--data", "Digits"]

@@ -1,28 +1,44 @@
 """The rules of the verdict: a table of causes with their thresholds, and one pure function for each, by topic."""
 
-from .between import checkpoint_stall, slow_callback, slow_logging, slow_validation
-from .data import padding, slow_copy, slow_loader, uneven_data
-from .device import device_reads, full_memory, throttled_device, unfused_optimizer, unused_memory
-from .finding import COSTLY_COMPRESSION, Finding, Rule
-from .health import (
+from .device import (
     dead_parameters,
+    device_reads,
+    full_memory,
     gradient_spikes,
     loss_scale_falls,
     lr_stands_still,
     replicas_differ,
+    throttled_device,
+    unfused_optimizer,
+    unused_memory,
 )
+from .finding import COSTLY_COMPRESSION, Finding, Rule
 from .host import (
     cpu_shortage,
     full_shared_memory,
     host_bound,
+    low_compute,
     memory_leak,
+    padding,
+    slow_copy,
+    slow_loader,
     swapping,
     thread_oversubscription,
+    uneven_data,
     unused_parameter_search,
 )
 from .network import costly_compression, slow_link
-from .ranks import exposed_communication, few_micro_batches, slow_rank, unequal_stages, varying_steps
-from .remaining import low_compute
+from .ranks import (
+    checkpoint_stall,
+    exposed_communication,
+    few_micro_batches,
+    slow_callback,
+    slow_logging,
+    slow_rank,
+    slow_validation,
+    unequal_stages,
+    varying_steps,
+)
 
 __all__ = ["MIN_STEPS", "RULES", "Finding", "Rule"]
 

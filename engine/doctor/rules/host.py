@@ -2,17 +2,23 @@
 
 from statistics import median
 
+from ...phases import PHASES
 from ..figures import Figures
 from ..interval import RankInfo
-from .finding import Finding, at, option
+from .finding import Finding, at, ms, one_or_all, option, who
 
 __all__ = [
     "cpu_shortage",
     "full_shared_memory",
     "host_bound",
+    "low_compute",
     "memory_leak",
+    "padding",
+    "slow_copy",
+    "slow_loader",
     "swapping",
     "thread_oversubscription",
+    "uneven_data",
     "unused_parameter_search",
 ]
 
@@ -200,4 +206,131 @@ def unused_parameter_search(figures: Figures, threshold: float) -> Finding | Non
         evidence=f"each step searches for parameters without gradient; in {min(map(len, looks))} looks there were none",
         numbers={"looks": min(map(len, looks))},
         remedy="leave out find_unused_parameters, unless some batches use fewer parameters than those looked at",
+    )
+
+
+# --- the last rule: little of the time is computing, and no single cause stands out
+
+
+_USEFUL = ("compute", "optimizer")
+_APART = ("validation", "checkpoint")
+"""Phases outside of a step."""
+_SHOWN, _NUM_SHOWN = 0.02, 3
+_REMEDIES = {
+    "data_wait": "more loader workers: num_workers, persistent_workers, prefetch_factor",
+    "copy": "pin_memory=True, and a lighter `on_after_batch_transfer`",
+    "communication": "a larger batch, or accumulate_grad_batches, which sends half as often",
+    "waiting": "steps that are alike on all ranks: batches of one length, CPUs of their own",
+    "bubble": "more micro-batches: pp:microbatches=...",
+    "callbacks": "fewer or lighter hooks: `polyphase doctor RUN_DIR --json` has the slowest",
+    "logging": "a larger log_every_n_steps",
+    "engine": "a larger batch: the loop takes as long for each step, whatever it computes",
+}
+
+
+def low_compute(figures: Figures, threshold: float) -> Finding | None:
+    """Forward, backward and optimizer take a small part of the time."""
+    useful = list(_USEFUL)
+    if figures.info.device == "cpu":
+        # On CPUs collectives compute as well; they have a rule of their own, as bubbles have.
+        useful += ["communication", "bubble"] if figures.info.layout.get("pp", 1) > 1 else ["communication"]
+    ranks = figures.totals
+    share = sum(sum(_share(figures, phase, rank) for phase in useful) for rank in ranks) / len(ranks)
+    if share >= threshold:
+        return None
+    others = {
+        phase: sum(_share(figures, phase, rank) for rank in ranks) / len(ranks)
+        for phase in PHASES
+        if phase not in useful and phase not in _APART
+    }
+    largest = sorted(others, key=lambda phase: -others[phase])[:_NUM_SHOWN]
+    shown = [f"{phase.replace('_', ' ')} {others[phase]:.0%}" for phase in largest if others[phase] >= _SHOWN]
+    return Finding(
+        cause="low_compute",
+        evidence=f"{', '.join(useful[:-1])} and {useful[-1]} take {share:.0%} of a step's time; {', '.join(shown)}",
+        numbers={"share": share, **others},
+        remedy=_REMEDIES[largest[0]],
+        gain=1.0 - share / threshold,
+    )
+
+
+def _share(figures: Figures, phase: str, rank: int) -> float:
+    return figures.totals[rank].seconds.get(phase, 0.0) / figures.training_s(rank)
+
+
+# --- rules about data: loaders, copies to the device, padding, uneven shares
+
+
+def slow_loader(figures: Figures, threshold: float) -> Finding | None:
+    """The data loader of one rank, or of all, is late."""
+    outlier_or_all = one_or_all(figures, "data_wait", threshold)
+    if outlier_or_all is None:
+        return None
+    outlier, is_one = outlier_or_all
+    seconds = figures.step_seconds("data_wait", outlier.rank)
+    evidence = f"{who(figures, outlier.rank, is_one)} waits {ms(seconds)} of each step for its data loader"
+    if is_one:
+        evidence += f", the others {ms(outlier.others * figures.step_s)}"
+    info = figures.ranks[outlier.rank]
+    spare = max(1, min(8, int(info.num_cpus / max(info.local_ranks, 1)) - 1))
+    if info.num_workers is None:
+        remedy = "have the data made ahead by worker processes: a torch DataLoader with num_workers"
+    elif info.num_workers == 0:
+        remedy = f"DataLoader(num_workers={spare}, persistent_workers=True)"
+    else:
+        remedy = f"DataLoader(num_workers={2 * info.num_workers}, prefetch_factor=4), or a faster transform"
+    if is_one:
+        remedy += f"; if the others' data are as slow to read, look at the disk and network of {info.host}"
+    gain = outlier.excess if is_one else outlier.others or outlier.value
+    numbers = {"share": outlier.value, "others": outlier.others, "step_ms": 1e3 * seconds}
+    return Finding(
+        cause="slow_loader", evidence=evidence, numbers=numbers, remedy=remedy, gain=gain,
+        **at(figures, outlier.rank, is_one),
+    )  # fmt: skip
+
+
+def slow_copy(figures: Figures, threshold: float) -> Finding | None:
+    """Batches go to the device slowly."""
+    outlier_or_all = one_or_all(figures, "copy", threshold)
+    if outlier_or_all is None:
+        return None
+    outlier, is_one = outlier_or_all
+    info = figures.ranks[outlier.rank]
+    remedy = "a lighter `on_after_batch_transfer`; move what it does into the data loader's workers"
+    if info.device != "cpu" and not info.pins_memory:
+        remedy = "DataLoader(pin_memory=True)"
+    name = who(figures, outlier.rank, is_one)
+    evidence = f"{name} spends {outlier.value:.0%} of the time on copying batches to the device"
+    numbers = {"share": outlier.value, "others": outlier.others}
+    where = at(figures, outlier.rank, is_one)
+    return Finding(cause="slow_copy", evidence=evidence, numbers=numbers, remedy=remedy, gain=outlier.value, **where)
+
+
+def padding(figures: Figures, threshold: float) -> Finding | None:
+    """Batches are padded much."""
+    shares = [total.padding for total in figures.totals.values() if total.padding is not None]
+    share = sum(shares) / len(shares) if shares else 0.0
+    if share < threshold:
+        return None
+    return Finding(
+        cause="padding",
+        evidence=f"{share:.0%} of the tokens are padding",
+        numbers={"share": share},
+        remedy="LengthBucketing, or packed sequences: see docs/howto/sequences-of-many-lengths.md",
+        gain=share * sum(figures.share("compute", rank) for rank in figures.totals) / len(figures.totals),
+    )
+
+
+def uneven_data(figures: Figures, threshold: float) -> Finding | None:
+    """Ranks run out of data before others."""
+    outlier = figures.outlier(lambda r: figures.totals[r].num_fillers / max(figures.totals[r].num_batches, 1))
+    if outlier.value < threshold:
+        return None
+    return Finding(
+        cause="uneven_data",
+        evidence=f"{outlier.value:.0%} of the batches of rank {outlier.rank} only keep it in step with the others",
+        numbers={"share": outlier.value},
+        remedy="split the data evenly over the ranks; or uneven='drop', which ends the epoch with the shortest",
+        gain=outlier.value,
+        **at(figures, outlier.rank, True),
     )

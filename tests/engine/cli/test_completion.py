@@ -6,8 +6,7 @@ import sys
 
 import pytest
 
-from polyphase.engine.cli.command import COMMANDS
-from polyphase.engine.cli.completion import print_completion
+from polyphase.engine.cli.command import COMMANDS, print_completion
 from polyphase.engine.cli.flag_table import ENGINE_FLAGS
 
 

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from polyphase.engine.compression.fused import Fused
-from polyphase.engine.compression.int8 import Noise, passes_of
+from polyphase.engine.compression.int8 import Fused, Noise, passes_of
 
 
 def test_the_rounding_is_unbiased():

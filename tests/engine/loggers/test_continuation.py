@@ -12,7 +12,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from polyphase.callbacks import Snapshot
 from polyphase.engine import Engine
 from polyphase.engine.checkpoint.manifest import MANIFEST
-from polyphase.engine.loggers.kinds import kind_of
+from polyphase.engine.loggers.continuation import kind_of
 
 from ..checkpoint.sample_checkpoints import seal
 from ..tiny import Regression, engine, rows

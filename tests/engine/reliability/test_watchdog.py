@@ -27,9 +27,8 @@ from polyphase.engine.reliability import failure
 from polyphase.engine.reliability.heartbeat import describe, stack_of
 from polyphase.engine.reliability.rank_registry import ALL_CONNECTED, LEFT, RankRegistry, process_key, this_process
 from polyphase.engine.reliability.rendezvous import current_job, wait_for_all
-from polyphase.engine.reliability.verdict import Verdict, behind
 from polyphase.engine.reliability.wakeup import Wakeup
-from polyphase.engine.reliability.watchdog import Watchdog
+from polyphase.engine.reliability.watchdog import Verdict, Watchdog, behind
 from tests.distributed import in_a_fork, run_ranks
 from tests.engine.tiny import QUIET, Regression, rows
 
