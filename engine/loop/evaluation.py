@@ -5,7 +5,7 @@ from typing import Any
 
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
@@ -19,7 +19,24 @@ from .noise import hide_tree_warnings
 from .padding_batch import EvalPadding, beside_fillers, run_padding_batch
 from .transfer import Transfer
 
-__all__ = ["EvaluationLoop"]
+__all__ = ["EvaluationLoop", "tell_limit"]
+
+
+def tell_limit(trainer: Any, data: str | None, num_batches: list[int | float]) -> None:
+    """Says on how many batches a whole number for a limit comes, which Lightning has each rank count for itself.
+
+    Args:
+        trainer: the trainer.
+        data: "val", "test" or "predict".
+        num_batches: of each loader.
+    """
+    name, num_ranks = f"limit_{data}_batches", trainer.data_size
+    limit = getattr(trainer, name)
+    if num_ranks > 1 and isinstance(limit, int) and limit > 0 and limit in num_batches and not trainer.fast_dev_run:
+        rank_zero_info(
+            f"{name}={limit} counts batches of each rank: {limit * num_ranks} in all, since {num_ranks} ranks have"
+            " different samples. A fraction is the same samples for any number of ranks."
+        )
 
 
 class EvaluationLoop(_EvaluationLoop):  # Lightning: Trainer.validate_loop, .test_loop and epoch_loop.val_loop
@@ -93,6 +110,7 @@ class EvaluationLoop(_EvaluationLoop):  # Lightning: Trainer.validate_loop, .tes
         with hide_tree_warnings():
             super().setup_data()
         if is_first and self._combined_loader is not None:
+            tell_limit(self.trainer, self._stage.dataloader_prefix, self._max_batches)
             self._restore_reload_epoch()
 
     def _restore_reload_epoch(self) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 from .._compat.lightning import _PredictionLoop
 from ..data import ends_with_data
 from ..strategies import adapt
+from .evaluation import tell_limit
 from .noise import hide_tree_warnings
 from .padding_batch import EvalPadding, beside_fillers, run_padding_batch
 
@@ -34,6 +35,8 @@ class PredictionLoop(_PredictionLoop):  # Lightning: Trainer.predict_loop
         """Creates the loaders."""
         with hide_tree_warnings():
             super().setup_data()
+        if self._combined_loader is not None:
+            tell_limit(self.trainer, "predict", self.max_batches)
 
     def reset(self) -> None:
         """Finds out which batches are padding; called before the first batch."""

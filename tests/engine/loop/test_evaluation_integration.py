@@ -1,5 +1,7 @@
 """What several ranks evaluate and predict is what one process does, whatever the sizes: each sample once."""
 
+import logging
+
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
@@ -120,3 +122,30 @@ def draws_of_all_ranks(rank, strategy, num_ranks, num_draws):
 @pytest.mark.parametrize(("strategy", "num_ranks"), MATRIX)
 def test_results_and_predictions_are_those_of_one_process(strategy, num_ranks, num_draws):
     run_ranks(draws_of_all_ranks, num_ranks, strategy, num_ranks, num_draws, timeout_s=160, start_method="fork")
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_limit_of_whole_batches_is_told_with_what_it_comes_to(num_ranks, tmp_path):
+    run = engine(
+        strategy="ddp_fork" if num_ranks > 1 else "single",
+        devices=num_ranks,
+        limit_val_batches=3,
+        limit_predict_batches=2,
+        limit_test_batches=0.5,
+    )
+    handler = logging.FileHandler(tmp_path / "told", delay=False)  # of the ranks, too, which are forks
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    logger.addHandler(handler)
+    try:
+        for entry in (run.validate, run.predict, run.test):
+            entry(Classifier(1), loader(32, 2))
+    finally:
+        logger.removeHandler(handler)
+        handler.close()
+    told = (tmp_path / "told").read_text()
+    if num_ranks == 1:
+        assert "counts batches" not in told
+    else:
+        assert told.count("limit_val_batches=3 counts batches of each rank: 6 in all") == 1
+        assert told.count("limit_predict_batches=2 counts batches of each rank: 4 in all") == 1
+        assert "limit_test_batches" not in told
