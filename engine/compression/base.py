@@ -83,8 +83,9 @@ class CommHook(ABC):
         self.may_repeat = False
         """Whether a step may be repeated after its buckets were averaged; set before training."""
         self.may_leave_out = False
-        """Whether a step is left out if its gradients are not finite; set before training."""
-        self._largest: dict[int, Tensor] = {}
+        """Whether a step is left out if its gradients are not finite; set before training.
+
+        A method's average is not finite on any rank if a gradient of one rank is not."""
         self.finds_unused = False
         """Whether DDP ignores the average of gradients that no rank has computed."""
         self.sees_shards_only = False
@@ -136,7 +137,7 @@ class CommHook(ABC):
         if not self.is_checked:
             self.check(module)
         self.step = 0
-        for forgotten in (self._buckets, self._greatest_norms, self._greatest_sums, self._largest):
+        for forgotten in (self._buckets, self._greatest_norms, self._greatest_sums):
             forgotten.clear()
         self._names = {parameter: name for name, parameter in module.named_parameters()}
         self.wire = wire
@@ -182,10 +183,8 @@ class CommHook(ABC):
         self.num_plain_bytes += round(bucket.gradients.nbytes * 2 * (self.wire.size - 1) / self.wire.size)
         if self.bucket_times is not None and ready is None:
             ready = timestamp(bucket.gradients.device)
-        # Phase 1. With a loss scale, infinities are expected; the step is then skipped.
-        if self.may_leave_out:
-            self._note_largest(bucket.index, bucket.gradients)
-        elif self._scaler is None:
+        # Phase 1. With a loss scale, infinities are expected; the step is then skipped, as it is if it may be left out.
+        if self._scaler is None and not self.may_leave_out:
             self._note_bad(bucket.index, bucket.members, bucket.gradients.split(bucket.numels))
         # Phase 2.
         self.average(bucket, self.wire)
@@ -203,14 +202,13 @@ class CommHook(ABC):
         self.wire.bucket = unit
         self.num_plain_bytes += round(whole.nbytes * self.wire.reduce_scatter_share)
         self.sees_shards_only = True
-        if self.may_leave_out:
-            self._note_largest(unit, whole)
         # If the sizes differ, some members have no gradients.
-        elif self._scaler is None and sum(member.numel for member in members) == shard.numel():
+        watches = self._scaler is None and not self.may_leave_out
+        if watches and sum(member.numel for member in members) == shard.numel():
             parts = whole.view(self.wire.size, -1).split([member.numel for member in members], dim=1)
             self._note_bad(unit, members, parts)
         self.reduce_scatter(shard, whole, self.wire)
-        if self._scaler is None and not self.may_leave_out:
+        if watches:
             self._note_average(unit, shard)
 
     def raise_if_bad(self) -> None:
@@ -246,13 +244,6 @@ class CommHook(ABC):
             " nonfinite='skip' leaves such steps out."
         )
 
-    def were_finite(self) -> Tensor | None:
-        """Whether this rank's own gradients of the step were finite, as its averages may be: a 0-d tensor.
-
-        None if nothing was sent, or no step may be left out.
-        """
-        return torch.stack(list(self._largest.values())).isfinite().all() if self._largest else None
-
     def finish(self) -> None:
         """Waits until all buckets are averaged: this may take longer than backward, with which it overlaps."""
         if self._background is not None:
@@ -266,8 +257,6 @@ class CommHook(ABC):
         """
         for memory in self.memories().values():
             memory.commit(skipped=skipped)
-        for largest in self._largest.values():
-            largest.zero_()
         if skipped is not True:
             self.step += 1
 
@@ -325,12 +314,6 @@ class CommHook(ABC):
             self._greatest_norms[index] = record
         record.steps.masked_fill_(record.greatest < torch.inf, self.step)
         torch.maximum(record.greatest, norms, out=record.greatest)
-
-    def _note_largest(self, index: int, gradients: Tensor) -> None:
-        largest = torch.linalg.vector_norm(gradients, torch.inf, dtype=accumulation_dtype(gradients.dtype))
-        greatest = self._largest.setdefault(index, largest)
-        if greatest is not largest:
-            torch.maximum(greatest, largest, out=greatest)
 
     def _note_average(self, index: int, average: Tensor) -> None:
         total = average.sum(dtype=accumulation_dtype(average.dtype)).abs_()

@@ -17,6 +17,7 @@ from types import MethodType
 from typing import Any
 
 import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -116,7 +117,7 @@ class StepGuard:
 
     # --- a step
 
-    def judge(self, optimizer: Optimizer, found_inf: Tensor | None = None) -> Tensor:
+    def judge(self, optimizer: Optimizer | LightningOptimizer, found_inf: Tensor | None = None) -> Tensor:
         """Decides whether the next step of an optimizer is left out; all ranks call it.
 
         Args:
@@ -126,6 +127,8 @@ class StepGuard:
         Returns:
             Likewise 1 if the step is left out, else 0.
         """
+        if isinstance(optimizer, LightningOptimizer):  # as steps by hand have it when they clip
+            optimizer = optimizer.optimizer
         if optimizer not in self._flags or found_inf is not None:
             self._flags[optimizer] = self._new_flag(optimizer, found_inf)
         flag = self._flags[optimizer]
@@ -143,9 +146,6 @@ class StepGuard:
         self._is_open = False
         device = self._trainer.strategy.root_device
         is_fine = _are_finite(optimizer, device) if found_inf is None else found_inf.to(device) == 0
-        hook = self._strategy.comm_hook
-        if hook is not None and (were_finite := hook.were_finite()) is not None:
-            is_fine = is_fine & were_finite.to(device)
         flag = (~is_fine).float() * _BAD_GRADIENT
         if self._losses:
             losses_are_fine = torch.stack([loss.to(device, torch.float32) for loss in self._losses]).isfinite().all()

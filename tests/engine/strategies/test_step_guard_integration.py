@@ -45,6 +45,19 @@ class Scheduled(MLP):
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
+class Spikes(MLP):
+    """The bad sample's loss is finite; one element of a gradient is infinite, and none is NaN."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        images, classes = batch
+        loss = super().training_step([images.nan_to_num(), classes], batch_idx)
+        if images.isnan().any():
+            value = self.net[-1].bias[0] * 1
+            value.register_hook(lambda gradient: torch.full_like(gradient, torch.inf))
+            loss = loss + value - value.detach()
+        return loss
+
+
 def batches(world_size: int, accumulate: int, *, has_bad: bool, samples: Sequence[int] = (1,)) -> DataLoader:
     """Batches of which one micro-batch has a sample that is not finite, or the same without that step's samples."""
     per_step = MICRO_BATCH * accumulate
@@ -119,6 +132,13 @@ def test_nor_with_accumulation_clipping_and_a_loss_scale(strategy, flags):
     assert difference(Scheduled, strategy, 2, **flags) == 0
 
 
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_nor_does_a_gradient_that_clipping_would_make_finite(algorithm):
+    flags = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": algorithm}
+    assert difference(Spikes, "ddp", 2, **flags) == 0
+    assert difference(SpikesByHand, "single", 1) == 0
+
+
 COMPRESSIONS = ["bf16", "int8:16,feedback=true", "powersgd:2,start=1", "sign", "topk:0.3"]
 
 
@@ -128,6 +148,7 @@ COMPRESSIONS = ["bf16", "int8:16,feedback=true", "powersgd:2,start=1", "sign", "
 )
 def test_nor_in_what_a_compression_remembers(strategy, compression):
     assert difference(Scheduled, strategy, 2, compression=compression) == 0
+    assert difference(Spikes, strategy, 2, compression=compression) == 0
 
 
 def test_nor_in_residuals_under_a_loss_scale():
@@ -174,6 +195,19 @@ class ByHand(Scheduled):
             torch.optim.AdamW(layers[0].parameters()),
             torch.optim.SGD(nn.ModuleList(layers[1:]).parameters(), 0.1, 0.9),
         ]
+
+
+class SpikesByHand(Spikes):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        self.clip_gradients(optimizer, 0.01, "value")
+        optimizer.step()
 
 
 @pytest.mark.parametrize(("strategy", "devices"), [("single", 1), ("ddp", 2), ("fsdp", 2)])
