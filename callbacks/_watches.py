@@ -29,8 +29,7 @@ from polyphase.engine.strategies import adapt
 from ._counts import count_samples, num_places
 from ._flops import StepFlops
 from ._health import HealthWatch
-from ._host_figures import HostFigures
-from ._host_use import HostUse
+from ._host_use import HostFigures, HostUse
 from .communication import CommunicationMonitor
 
 __all__ = ["SwapWatch", "ThrottleWatch", "Watches", "throttle_watch"]

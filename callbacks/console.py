@@ -7,10 +7,9 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar as LightningProgressBar
 
-from ._bar import metric_texts
+from ._bar import StockBars, metric_texts
 from ._interval import positive_steps
 from ._screen import can_draw
-from ._stock_bars import StockBars
 from .progress import ProgressBar
 from .throughput import ThroughputMonitor
 

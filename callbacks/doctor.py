@@ -26,16 +26,13 @@ from polyphase.engine.run_info import log_folder, shown_path
 from polyphase.engine.strategies import capabilities_of
 from polyphase.engine.version import __version__
 
-from ._clocks import HostClock, Measured, make_clock, shown_steps
+from ._clocks import HostClock, Measured, actions_of, collectives, make_clock, mark_end_of_backward, shown_steps
 from ._counts import count_samples
 from ._flops import device_name, dtype_of, operator_s, peak_flops_per_s
 from ._health import lr_interval_steps, unfused_optimizer
-from ._host_figures import shm_capacity_mb
-from ._host_use import num_cpus, own_cpus, rss_mb
+from ._host_use import num_cpus, own_cpus, rss_mb, shm_capacity_mb
 from ._interval import positive_steps
-from ._notes import Notes
-from ._tensorboard import Boards
-from ._waits import actions_of, collectives, mark_end_of_backward
+from ._notes import Boards, Notes
 from ._watches import Watches
 
 __all__ = ["WARMUP_STEPS", "Doctor", "describe"]

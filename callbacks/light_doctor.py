@@ -17,10 +17,8 @@ from polyphase.engine.doctor import Interval, RankInfo, judge
 from polyphase.engine.phases import SEALED
 from polyphase.engine.run_info import log_folder, shown_path
 
-from ._clocks import Measured
-from ._notes import Notes
-from ._tensorboard import Boards
-from ._waits import mark_end_of_backward
+from ._clocks import Measured, mark_end_of_backward
+from ._notes import Boards, Notes
 from .doctor import WARMUP_STEPS, Doctor, describe
 from .run_summary import RunSummary
 

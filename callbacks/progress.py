@@ -9,9 +9,8 @@ from lightning.pytorch.callbacks import ProgressBar as LightningProgressBar
 from lightning.pytorch.callbacks.progress.rich_progress import RichProgressBarTheme
 from rich.console import Console
 
-from ._bar import BarRenderer, Progress, metric_texts
+from ._bar import BarRenderer, Progress, StockBars, metric_texts, num_train_batches
 from ._screen import CellOutput, Screen, screen_of
-from ._stock_bars import StockBars, num_train_batches
 
 __all__ = ["ProgressBar"]
 

@@ -19,8 +19,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
+from polyphase.callbacks._flops import peak_of
 from polyphase.engine import Engine
-from polyphase.engine.doctor.peaks import peak_of
 from polyphase.models import ByteGPT, PythonSource
 
 from . import device

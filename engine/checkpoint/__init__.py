@@ -9,7 +9,6 @@ from ..lazy import import_on_access
 
 if TYPE_CHECKING:
     from .checked_io import absolute
-    from .locks import lock
     from .manifest import (
         CheckpointError,
         Manifest,
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
         is_directory,
         read_manifest,
     )
-    from .publish import repair
+    from .publish import lock, repair
     from .rng import get_random_state, host_state, seed_rank_stream, set_random_state
     from .saver import AsyncCheckpointer, load_checkpoint
     from .state_tree import NAMES, by_name, by_number, to_lightning
@@ -64,7 +63,7 @@ __getattr__ = import_on_access(
         "is_checkpoint": "manifest",
         "is_directory": "manifest",
         "load_checkpoint": "saver",
-        "lock": "locks",
+        "lock": "publish",
         "to_lightning": "state_tree",
         "read_manifest": "manifest",
         "repair": "publish",

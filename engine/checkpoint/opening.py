@@ -9,15 +9,13 @@ from torch import Tensor
 
 from .checked_io import Files, NotAPlainFileError
 from .content import check_state
-from .dcp_storage import Reader, read_index
+from .dcp_storage import Index, Reader, read_index
 from .manifest import RANKS, REST, CheckpointError, Manifest, damage
-from .not_plain import NotPlainError
 from .publish import check_files
 from .single_file import HEAD, OURS
 from .state_tree import join, like, marks, tensor_keys
 from .strided_shards import reading_plan
-from .tensor_index import Index
-from .whole import load_archive
+from .whole import NotPlainError, load_archive
 
 __all__ = ["Wants", "check_content", "load_file", "open_directory", "wrong_files"]
 

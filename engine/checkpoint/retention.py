@@ -8,7 +8,6 @@ from fsspec.implementations.local import LocalFileSystem
 
 from ..flags import check_count
 from .checked_io import resolve
-from .locks import is_held, lock
 from .manifest import (
     MANIFEST,
     CheckpointError,
@@ -18,7 +17,7 @@ from .manifest import (
     is_reserved,
     read_manifest,
 )
-from .publish import LEFTOVERS, check_files, final_path_of, is_leftover, remove, repair
+from .publish import LEFTOVERS, check_files, final_path_of, is_held, is_leftover, lock, remove, repair
 from .single_file import is_archive, manifest_text, wrong_in
 
 __all__ = ["Entry", "Pruned", "list_entries", "prune"]

@@ -34,13 +34,12 @@ from ..distributed.waits import waiting
 from .checked_io import Files, resolve
 from .dcp_storage import Writer, write_whole
 from .manifest import RANKS, REST, CheckpointError, Manifest, damage, parse_manifest, read_manifest
-from .not_plain import not_plain
 from .opening import Wants, check_content, open_directory, wrong_files
 from .publish import begin, discard, publish, remove, update_link
 from .single_file import wrong_in
 from .state_tree import is_plain, mapped, merged, split, to_lightning
 from .strided_shards import SavePlanner
-from .whole import whole_checkpoint
+from .whole import not_plain, whole_checkpoint
 
 __all__ = ["AsyncCheckpointer", "Staging", "load_checkpoint"]
 

@@ -3,6 +3,7 @@
 import io
 import os
 import pickle
+import re
 import zipfile
 from collections.abc import Callable
 from typing import Any
@@ -22,16 +23,17 @@ from ..foreign import open_plain
 from .checked_io import resolve
 from .content import check_state
 from .manifest import CheckpointError, damage
-from .not_plain import NotPlainError, not_plain
 from .publish import writing_file
 from .single_file import HEAD, OURS, check_archive, wrong_in
 from .state_tree import NAMES, all_by_name, excess, join, like, mapped, split, to_lightning
 from .strided_shards import reading_plan
 
 __all__ = [
+    "NotPlainError",
     "check_file_state",
     "load_archive",
     "names_in",
+    "not_plain",
     "part_of",
     "read_file",
     "refusal_of",
@@ -236,3 +238,34 @@ def _fill(parts: dict[str, Tensor], whole: dict[str, Tensor]) -> None:
 def _one_chunk(tensor: Tensor) -> TensorStorageMetadata:
     chunk = ChunkStorageMetadata(torch.Size([0] * tensor.dim()), tensor.size())
     return TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), tensor.size(), [chunk])
+
+
+# --- errors and warnings for checkpoints that could run code when they are opened
+
+
+class NotPlainError(CheckpointError, pickle.UnpicklingError):
+    """A checkpoint is undamaged, but opening it could run code. It derives from our error type and from torch's."""
+
+    @classmethod
+    def for_path(cls, path: object, refused: Exception) -> "NotPlainError":
+        """Returns the error for the checkpoint `path` that torch refused to open."""
+        return cls(
+            f"The checkpoint {path} holds objects that are no plain values: {_first_line(refused)} If you trust it,"
+            " pass weights_only=False, or name the classes: torch.serialization.add_safe_globals([...])."
+        )
+
+
+def not_plain(refused: Exception) -> str:
+    """Returns the warning for a saved checkpoint that torch will refuse to open."""
+    return (
+        "The checkpoint holds objects that are no plain values, so it will open with weights_only=False only, or after"
+        f" torch.serialization.add_safe_globals([...]): {_first_line(refused)}"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    """Returns the line of torch's message that names the refused object, without torch's advice."""
+    refusal = re.search(
+        r"(Unsupported|Trying to load unsupported|Can only create) [^\n]*?(?= was not|\n|$)", str(error)
+    )
+    return f"{(refusal[0] if refusal else str(error).splitlines()[0]).rstrip('.')}."

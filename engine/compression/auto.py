@@ -13,11 +13,10 @@ from torch import Tensor, nn
 
 from ..flags import check_count
 from .all_reduce import AllReduceHook
-from .base import CommHook
+from .base import CommHook, ParameterState
 from .bucket import Bucket
 from .counting_group import CountingGroup, seconds_between, timestamp
 from .forecast import Forecast, Link, Step, advice, forecast, measure_links
-from .parameter_state import ParameterState
 
 __all__ = ["Auto"]
 

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from ..flags import check_count
-from .base import CommHook
+from .base import CommHook, ParameterState
 from .bucket import Bucket
 from .counting_group import CountingGroup
-from .parameter_state import ParameterState
 
 __all__ = ["ErrorFeedbackHook"]
 

@@ -20,10 +20,10 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from ..flags import check_count, check_number
+from .base import ParameterState
 from .bucket import Bucket, ParamSlice
 from .counting_group import CountingGroup
 from .feedback import ErrorFeedbackHook
-from .parameter_state import ParameterState
 
 __all__ = ["PowerSGD"]
 

@@ -13,10 +13,17 @@ from .kept_states import KeptStates
 from .length_bucketing import LengthBucketing
 from .own_generators import OwnGenerators, set_own_states, states_of_own
 from .packing import PackSequences, block_diagonal_mask, cu_seqlens
-from .replayed import digest_of_generators, loses_its_buffer, reread_if_buffered
 from .sample_seeds import SeededLoader, SeededSamples, check_seedable, seed_samples
-from .shardable import why_not_shardable
-from .shards import ShardedLoader, ShardedStream, read_by_shards, remaining_shards
+from .shards import (
+    ShardedLoader,
+    ShardedStream,
+    digest_of_generators,
+    loses_its_buffer,
+    read_by_shards,
+    remaining_shards,
+    reread_if_buffered,
+    why_not_shardable,
+)
 from .side_by_side import check_evaluated_side_by_side, check_trained_side_by_side
 from .stateful import (
     StateTrackingLoader,

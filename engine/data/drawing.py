@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from ..checkpoint.rng import get_random_state, host_state, set_random_state
-from .torchdatas import classes_of_torchdata
+from .clone_loader import classes_of_torchdata
 
 __all__ = [
     "DrawnOrder",

@@ -14,8 +14,8 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, Sampler
 
+from .clone_loader import classes_of_torchdata
 from .global_order import GlobalOrder
-from .torchdatas import classes_of_torchdata
 
 __all__ = ["EvalBatchSampler", "check_length", "evaluated_order", "even_batches_of", "is_custom"]
 

@@ -17,10 +17,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from ..seeds import derive_seed
-from .clone_loader import clone_loader
-from .stand_in import substitute_dataset
+from .clone_loader import classes_of_torchdata, clone_loader, is_torchdata_loader, substitute_dataset
 from .stateful import is_stateful
-from .torchdatas import classes_of_torchdata, is_torchdata_loader
 
 __all__ = ["SeededLoader", "SeededSamples", "check_seedable", "seed_samples"]
 

@@ -11,29 +11,41 @@ finished shards are not read again.
 """
 
 import math
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from .._compat.torch import WorkerInfo
 from .._compat.torch import _utils as torchs
 from ..checkpoint.rng import get_random_state, set_random_state
-from .batch_digest import OTHER_BATCHES, add_to_digest
-from .clone_loader import clone_loader
+from .clone_loader import DatasetProxy, classes_of_torchdata, clone_loader, is_torchdata_loader
 from .drawing import is_same_state
 from .own_generators import OwnGenerators, set_state_here
-from .replayed import loses_its_buffer
-from .shardable import num_shards_of, why_not_shardable
-from .stand_in import DatasetProxy
 from .stateful import StateTrackingLoader, is_hugging_face_dataset, is_stateful
-from .torchdatas import classes_of_torchdata, is_torchdata_loader
+from .stream_loader import OTHER_BATCHES, add_to_digest
 
-__all__ = ["ShardedLoader", "ShardedStream", "padding_batch", "read_by_shards", "remaining_shards"]
+__all__ = [
+    "ShardedLoader",
+    "ShardedStream",
+    "digest_of_generators",
+    "ends_with_one_source",
+    "iterables_of",
+    "loses_its_buffer",
+    "num_shards_of",
+    "padding_batch",
+    "read_by_shards",
+    "remaining_shards",
+    "reread_if_buffered",
+    "why_not_dealable",
+    "why_not_shardable",
+]
 
 Shard = list[Any]
 """A shard that is not finished: its number, the count of its samples that were taken, [its state] or [], and, if it was
@@ -325,3 +337,134 @@ def padding_batch(loader: DataLoader) -> Any:
     batch = next(iter(first))
     set_random_state(before)
     return batch
+
+
+# --- resumes streams whose state leaves out the examples in a shuffle buffer: reads them again from the epoch's start
+# Hugging Face's `IterableDataset.shuffle` reads ahead into a buffer, and its `state_dict` counts the buffer's examples
+# as read. A pass over it depends on its epoch and the states of its generators only, so reading again up to the
+# position is exact; it takes the time of reading.
+
+
+class _Replayed(DatasetProxy):
+    """A Hugging Face data set without its `state_dict`, so that a loader reads it again up to its position."""
+
+    _lacks = ("state_dict", "load_state_dict")
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.dataset)
+
+
+def reread_if_buffered(loader: DataLoader) -> DataLoader:
+    """Returns `loader`; or, if its stream is Hugging Face's with a shuffle buffer, a copy that reads it again."""
+    dataset: Any = loader.dataset
+    # Not for a class of the user's that contains such a stream: its own state may be complete.
+    if is_hugging_face_dataset(dataset) and loses_its_buffer(dataset):
+        return clone_loader(loader, dataset=_Replayed(dataset))
+    return loader
+
+
+def loses_its_buffer(dataset: Any) -> bool:
+    """Whether the state of a data set leaves out the examples in a shuffle buffer."""
+    # Hugging Face: BufferShuffledExamplesIterable
+    names = {cls.__name__ for iterable in iterables_of(dataset) for cls in type(iterable).__mro__}
+    return is_stateful(dataset) and "BufferShuffledExamplesIterable" in names
+
+
+def digest_of_generators(dataset: Any) -> int | None:
+    """Returns a checksum of the generators that draw the order of a Hugging Face data set; None without any."""
+    values = [value for iterable in iterables_of(dataset) for value in vars(iterable).values()]
+    states = [repr(value.bit_generator.state) for value in values if isinstance(value, np.random.Generator)]
+    return zlib.crc32("".join(states).encode()) if states else None
+
+
+def iterables_of(dataset: Any) -> list[Any]:
+    """Returns the iterables that a Hugging Face data set consists of, also if it is within another data set."""
+    iterables: dict[int, Any] = {}
+    waiting = [(dataset, False)]
+    while waiting:
+        candidate, is_iterable = waiting.pop()
+        if id(candidate) in iterables or not hasattr(candidate, "__dict__"):
+            continue
+        iterables[id(candidate)] = candidate if is_iterable else None
+        attributes = vars(candidate)
+        waiting += [(value, False) for value in attributes.values() if isinstance(value, IterableDataset)]
+        # Hugging Face: what its data sets, and its examples iterables, read from.
+        inner = [attributes[name] for name in ("_ex_iterable", "ex_iterable") if name in attributes] + [
+            *attributes.get("ex_iterables", ())
+        ]
+        waiting += [(value, True) for value in inner]
+    return [candidate for candidate in iterables.values() if candidate is not None]
+
+
+# --- which streams can be read shard by shard, and by several ranks together
+# The contract of a data set: `num_shards` (or `n_shards`), a method ``shard(num_shards, index)``, and the class
+# attribute ``shards_in_order = True``: iterating the data set yields the samples of ``shard(num_shards, 0)``, then
+# those of ``shard(num_shards, 1)``, and so on. Hugging Face's streams satisfy it unless they mix shards, see
+# `why_not_shardable`.
+
+
+_IN_ORDER = (
+    "ExamplesIterable",
+    "ArrowExamplesIterable",
+    "RebatchedArrowExamplesIterable",
+    "MappedExamplesIterable",
+    "FilteredExamplesIterable",
+    "SelectColumnsIterable",
+    "FormattedExamplesIterable",
+)
+"""Hugging Face: iterables that yield several shards one after the other, each shard as they yield it alone."""
+
+
+def num_shards_of(dataset: Any) -> int | None:
+    """Returns the number of shards of a data set; None if it has no such attribute."""
+    number = getattr(dataset, "num_shards", getattr(dataset, "n_shards", None))
+    return number if isinstance(number, int) else None
+
+
+def why_not_shardable(dataset: Any) -> str | None:
+    """Returns why a data set can't be read shard by shard; None if it can."""
+    name = type(dataset).__name__
+    if hasattr(dataset, "__len__"):
+        return f"{name} has a `__len__`, which would be wrong for an epoch that is redistributed"
+    if not callable(getattr(dataset, "shard", None)) or not num_shards_of(dataset):
+        return f"{name} has no `num_shards` and `shard(num_shards, index)`"
+    if not is_hugging_face_dataset(dataset):
+        says_so = getattr(dataset, "shards_in_order", False)
+        return None if says_so else f"{name} doesn't say `shards_in_order = True`"
+    if dataset._distributed is not None:  # Hugging Face: set by split_dataset_by_node
+        return "`split_dataset_by_node` has given each rank its own part, but the engine splits the data itself"
+    if getattr(dataset._formatting, "is_table", False):
+        return "it yields tables of several samples"
+    iterable = dataset._ex_iterable
+    while iterable is not None:
+        if type(iterable).__name__ not in _IN_ORDER:
+            return f"its shards are mixed, or cut, by Hugging Face's {type(iterable).__name__}"
+        for flag in ("batched", "with_indices", "drop_last_batch"):
+            if getattr(iterable, flag, False):
+                return f"its `map` or `filter` with {flag}=True depends on where shards begin"
+        iterable = getattr(iterable, "ex_iterable", None)
+    return None
+
+
+def why_not_dealable(dataset: Any) -> str | None:
+    """Returns why ranks that share a data set's shards would together read other samples than one rank; or None.
+
+    Hugging Face divides the number of `take` and `skip` by the number of ranks, and each rank counts in its own
+    shards; the same holds for the indices of a `filter`.
+    """
+    for iterable in iterables_of(dataset):
+        name = type(iterable).__name__
+        if name in ("TakeExamplesIterable", "SkipExamplesIterable") and getattr(iterable, "split_when_sharding", True):
+            return "take" if name.startswith("Take") else "skip"
+        if name == "FilteredExamplesIterable" and getattr(iterable, "with_indices", False):
+            return "filter(..., with_indices=True)"
+    return None
+
+
+def ends_with_one_source(dataset: Any) -> bool:
+    """Whether a data set mixes sources until the first source, or the last one, has ended.
+
+    Each rank mixes its own shards. So the ranks together read other samples, or repeat other samples, than one process.
+    """
+    strategies = {getattr(iterable, "stopping_strategy", None) for iterable in iterables_of(dataset)}
+    return not strategies.isdisjoint(("first_exhausted", "all_exhausted"))  # Hugging Face: interleave_datasets

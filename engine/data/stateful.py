@@ -10,13 +10,11 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader, IterableDataset
 
 from ..checkpoint.rng import get_random_state, set_random_state
-from .batch_digest import OTHER_BATCHES
-from .clone_loader import clone_loader
+from .clone_loader import classes_of_torchdata, clone_loader, is_torchdata_loader
 from .data_set_epoch import epoch_of
 from .drawing import is_same_state
 from .own_generators import OwnGenerators, set_state_here
-from .stream_loader import StreamLoader, can_be_read, is_stateful
-from .torchdatas import classes_of_torchdata, is_torchdata_loader
+from .stream_loader import OTHER_BATCHES, StreamLoader, can_be_read, is_stateful
 
 __all__ = [
     "StateTrackingLoader",

@@ -11,13 +11,12 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 
-from .batch_digest import OTHER_BATCHES, add_to_digest
-from .clone_loader import clone_loader
+from .clone_loader import DatasetProxy, clone_loader, substitute_dataset
 from .drawing import is_same_state
 from .own_generators import OwnGenerators, set_state_here
 from .shards import ShardedStream
-from .stand_in import DatasetProxy, substitute_dataset
 from .stateful import has_position_state, is_stateful
+from .stream_loader import OTHER_BATCHES, add_to_digest
 
 __all__ = ["DrawingLoader", "DrawingStream", "track_draws"]
 

@@ -18,7 +18,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader
 
 from .clone_loader import clone_loader
-from .shardable import ends_with_one_source, num_shards_of, why_not_dealable
+from .shards import ends_with_one_source, num_shards_of, why_not_dealable
 
 __all__ = [
     "UnevenEvalLoader",

@@ -23,12 +23,11 @@ from torch.utils.data import DataLoader, get_worker_info
 # torch: what DataLoader._get_iterator makes where there are workers.
 from .._compat.torch import _generate_state, _MultiProcessingDataLoaderIter
 from ..checkpoint.rng import get_random_state, set_random_state
-from .clone_loader import clone_loader
+from .clone_loader import classes_of_torchdata, clone_loader, is_torchdata_loader
 from .drawing import is_same_state
 from .own_generators import OwnGenerators, set_own_states
 from .stateful import tracks_own_position
 from .stream_loader import BeginsWithWorker
-from .torchdatas import classes_of_torchdata, is_torchdata_loader
 
 __all__ = ["WithWorkers", "Workers", "end_workers", "has_workers"]
 

@@ -49,9 +49,8 @@ from ..environment import (
 )
 from ..flags import LAUNCHERS
 from ..initialization.stored_weights import make_room
-from ..reliability.failure import print_rank, report_failure
+from ..reliability.failure import print_rank, report_failure, watch_parent
 from ..reliability.hard_exit import END_TIMEOUT_S, await_ranks, end_tree, hard_exit, started_ranks
-from ..reliability.parent import watch_parent
 from ..reliability.tracebacks import shorten
 
 __all__ = ["RefusedLaunchError", "check_forks", "end_group_at_exit", "make_launcher"]

@@ -1,6 +1,6 @@
 """The engine's loops: the hot path, and other changes to Lightning's loops; uses private names of Lightning 2.6."""
 
-from ..loggers.folders import claim_log_folders, folders_written_to
+from ..loggers.run_names import claim_log_folders, folders_written_to
 from ..reliability.nonfinite import NonFiniteError, NonFiniteWatch
 from ..resume import from_checkpoint  # noqa: F401 - makes load_from_checkpoint open directories
 from .compile import CompileSteps, check_cuda_graphs, compile_mode

@@ -10,7 +10,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from ..errors import refusing
-from ..reliability.uncaught import Failure, failure_of, forget_failures, on_uncaught
+from ..reliability.tracebacks import Failure, failure_of, forget_failures, on_uncaught
 from .requests import check_request
 
 __all__ = ["checked", "log_later_error", "reports_uncaught"]

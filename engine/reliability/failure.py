@@ -19,35 +19,96 @@ In a process without other ranks Python prints the exception, if nobody catches 
 
 import contextlib
 import ctypes
+import os
 import re
 import signal
+import socket
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
+import psutil
 import torch.distributed as dist
 
 # Lightning: its tuner ends a successful run with it.
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from .._compat.lightning import _TunerExitException
+from .._compat.lightning import _ChildProcessObserver, _TunerExitException
 from .._compat.torch import _engine_run_backward
 from ..distributed.job_store import FIRST_FAILURE, CausedByRank, JobStore
+from ..environment import parent_pid
 from .flight_recorder import recorded
-from .lost_hosts import DIED, because, blame, connection_lost
-from .observer import note_own_end
-from .rank_registry import in_words
+from .hard_exit import hard_exit
+from .rank_registry import has_ended, in_words
 from .rendezvous import current_job
-from .report import Report
-from .tracebacks import shown
-from .uncaught import Failure, on_uncaught
-from .wakeup import Wakeup
+from .report import DIED, Report, because, blame, connection_lost
+from .tracebacks import Failure, on_uncaught, shown
 
-__all__ = ["DONE", "TOLD", "print_rank", "report_failure"]
+__all__ = [
+    "DONE",
+    "TOLD",
+    "Wakeup",
+    "delay_the_kill",
+    "print_rank",
+    "report_failure",
+    "watch_parent",
+]
+
+
+# --- detects SIGTERM while its Python handler can't run, because the main thread waits in C++
+# Python calls signal handlers in the main thread, between two instructions; a wait for a collective is one instruction.
+# But Python's C handler writes the number of each signal to a socket at once, which another thread can read.
+
+
+class Wakeup:
+    """Detects whether this process has received SIGTERM.
+
+    It begins and ends in the main thread. In another thread, or if other code uses Python's socket for signals, it
+    detects nothing.
+    """
+
+    def __init__(self) -> None:
+        self._ends: tuple[socket.socket, socket.socket] | None = None
+        self._was_asked = False
+
+    def begin(self) -> None:
+        """Begins to detect signals."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        ends = socket.socketpair()
+        for end in ends:
+            end.setblocking(False)
+        before = signal.set_wakeup_fd(ends[1].fileno(), warn_on_full_buffer=False)
+        self._ends = ends
+        if before != -1:
+            signal.set_wakeup_fd(before)
+            self.end()
+
+    def end(self) -> None:
+        """Restores Python's former socket; signals that have come until now stay known."""
+        self.was_asked_to_end()
+        ends, self._ends = self._ends, None
+        if ends is None:
+            return
+        if threading.current_thread() is threading.main_thread():
+            before = signal.set_wakeup_fd(-1)
+            if before not in (-1, ends[1].fileno()):
+                signal.set_wakeup_fd(before)  # other code has set it meanwhile
+        for end in ends:
+            end.close()
+
+    def was_asked_to_end(self) -> bool:
+        """Whether SIGTERM has come since `begin`."""
+        if self._ends is not None and not self._was_asked:
+            with suppress(OSError):
+                self._was_asked = signal.SIGTERM in self._ends[0].recv(4096)
+        return self._was_asked
+
 
 DONE = f"{FIRST_FAILURE}/done"
 """Counter of the ranks that know of the failure, an exception, and make no further call of the store. It only shortens
@@ -88,7 +149,7 @@ def report_failure(
         leaves: whether the other ranks continue without this one, when they see that its process has ended.
         finish: called before the group ends.
     """
-    note_own_end()
+    _note_own_end()
     if isinstance(exception, (SIGTERMException, _TunerExitException)):  # no failure: all ranks agreed to stop here
         finish()
         if watchdog is not None:
@@ -355,3 +416,78 @@ def _traceback(exception: BaseException) -> str:
 def print_rank(rank: int, text: str) -> None:
     """Prints to standard error, at once."""
     print(f"[rank {rank}] {text}", file=sys.stderr, flush=True)
+
+
+# --- delays the kill of the process that has started the other ranks, so that it can report why one of them ended
+
+
+_END_TIMEOUT_S = 4.0
+"""The time that this process continues after a rank that it has started has ended."""
+_OWN_END_S = 60.0
+"""The additional time if its own run has failed: to save, to call callbacks, to close loggers."""
+
+_ends_by_itself = threading.Event()
+
+
+def _note_own_end() -> None:
+    """Called when this process's own run has failed: the process ends by itself, with a more precise exit code."""
+    _ends_by_itself.set()
+
+
+def delay_the_kill(rank: int, can_lose: Callable[[int], bool]) -> None:
+    """Delays Lightning's observer, so that this process can find out what happened and end by itself.
+
+    Child processes without which the run can continue are no longer observed.
+    """
+    _ends_by_itself.clear()  # an earlier run may have failed with an exception that was caught
+    for thread in threading.enumerate():
+        if isinstance(thread, _ChildProcessObserver) and "_terminate_all" not in vars(thread):
+            kill = thread._terminate_all  # Lightning: sends SIGKILL to all processes, this one too
+            thread._terminate_all = partial(_late, kill)  # type: ignore[method-assign]
+            # Lightning: the processes that are observed, of the ranks that follow this one's.
+            children: Any = thread._child_processes
+            thread._child_processes = [c for other, c in enumerate(children, rank + 1) if not can_lose(other)]
+
+
+def _late(kill: Callable[[], None]) -> None:
+    time.sleep(_END_TIMEOUT_S)
+    if _ends_by_itself.is_set():
+        time.sleep(_OWN_END_S)
+    kill()
+
+
+# --- ends a rank when the process that has started it has ended: rank 0, the caller of ``fit``, or torchrun's agent
+# A thread checks once a second. The kernel's own signal (PR_SET_PDEATHSIG) would come when the *thread* that has
+# started the rank ends, and the other ranks would inherit a pipe.
+
+
+_PERIOD_S = 1.0
+
+_watched: set[int] = set()
+"""Ids of the processes that have such a thread: a fork does not inherit the thread."""
+
+
+def watch_parent(rank: int, grace_s: float) -> None:
+    """Starts a thread that ends this process soon after its parent, if a parent has started it as a rank.
+
+    Args:
+        rank: rank of this process.
+        grace_s: the time after the parent's end in which this process can report the reason.
+    """
+    pid, me = parent_pid(), os.getpid()
+    if pid is None or me in _watched:
+        return
+    _watched.add(me)
+    try:
+        parent = psutil.Process(pid)
+    except psutil.NoSuchProcess:
+        parent = None
+    threading.Thread(target=_watch, args=(parent, pid, rank, grace_s), name="polyphase-parent", daemon=True).start()
+
+
+def _watch(parent: psutil.Process | None, pid: int, rank: int, grace_s: float) -> None:
+    while not has_ended(parent):
+        time.sleep(_PERIOD_S)
+    time.sleep(grace_s)
+    print_rank(rank, f"ends: process {pid}, which has started it, has ended")
+    hard_exit()

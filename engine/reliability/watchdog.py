@@ -29,19 +29,15 @@ from ..distributed.store_calls import PATIENCE_S, StoreLostError, end_threads
 from ..environment import shows_all_frames
 from ..launch.detection import launcher_name
 from ..strategies import adapt
-from .failure import DONE, TOLD, print_rank
+from .failure import DONE, TOLD, Wakeup, delay_the_kill, print_rank, watch_parent
 from .flight_recorder import late_ranks
 from .hard_exit import hard_exit, started_ranks
 from .heartbeat import Heartbeat, describe
-from .lost_hosts import DIED, HOST_LOST, because, blame, lost_ranks, store_lost
-from .observer import delay_the_kill
-from .parent import watch_parent
 from .rank_registry import LEFT, RankRegistry, in_words, this_process
 from .rendezvous import current_job, missing_ranks
-from .report import Report
+from .report import DIED, HOST_LOST, Report, because, blame, lost_ranks, store_lost
 from .stack_answers import StackAnswers
 from .tracebacks import shorten
-from .wakeup import Wakeup
 
 __all__ = ["Verdict", "Watchdog", "behind"]
 

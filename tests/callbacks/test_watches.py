@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from polyphase.callbacks._host_figures import HostFigures, shm_capacity_mb
+from polyphase.callbacks._host_use import HostFigures, shm_capacity_mb
 from polyphase.callbacks._watches import SwapWatch, ThrottleWatch, throttle_watch
 
 

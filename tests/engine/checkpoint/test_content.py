@@ -15,9 +15,9 @@ import torch
 
 from polyphase.callbacks import Snapshot
 from polyphase.engine.checkpoint import CheckpointError, commands, load_checkpoint
+from polyphase.engine.checkpoint.dcp_storage import Chunk, StoredTensor, check_index
 from polyphase.engine.checkpoint.single_file import manifest_text
 from polyphase.engine.checkpoint.state_tree import excess
-from polyphase.engine.checkpoint.tensor_index import Chunk, StoredTensor, check_index
 
 from ...pairs import nightly
 from ..tiny import Regression, engine, rows

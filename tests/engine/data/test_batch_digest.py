@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from polyphase.engine.data.batch_digest import add_to_digest
+from polyphase.engine.data.stream_loader import add_to_digest
 
 BATCHES = {
     "integers": (torch.arange(6), torch.arange(1, 7)),

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import RandomSampler
 
-from polyphase.engine.data.torchdatas import classes_of_torchdata, is_torchdata_loader
+from polyphase.engine.data.clone_loader import classes_of_torchdata, is_torchdata_loader
 from tests.distributed import run_command
 
 WITHOUT = """

@@ -2,7 +2,7 @@
 
 import pytest
 
-from polyphase.engine.doctor.peaks import PEAKS, peak_of
+from polyphase.callbacks._flops import PEAKS, peak_of
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from polyphase.engine.reliability.lost_hosts import HOST_LOST, because
+from polyphase.engine.reliability.report import HOST_LOST, because
 
 FAILURE = {"rank": 2, "by": 0, "kind": "silent", "message": "no heartbeat for 31 s"}
 

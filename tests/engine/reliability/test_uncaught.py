@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from polyphase.engine.reliability.uncaught import Failure, failure_of, forget_failures, on_uncaught
+from polyphase.engine.reliability.tracebacks import Failure, failure_of, forget_failures, on_uncaught
 
 
 @pytest.fixture

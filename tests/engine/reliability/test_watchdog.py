@@ -24,10 +24,10 @@ from polyphase.engine import Engine
 from polyphase.engine.distributed.job_store import JobStore
 from polyphase.engine.distributed.store_calls import StoreLine
 from polyphase.engine.reliability import failure
+from polyphase.engine.reliability.failure import Wakeup
 from polyphase.engine.reliability.heartbeat import describe, stack_of
 from polyphase.engine.reliability.rank_registry import ALL_CONNECTED, LEFT, RankRegistry, process_key, this_process
 from polyphase.engine.reliability.rendezvous import current_job, wait_for_all
-from polyphase.engine.reliability.wakeup import Wakeup
 from polyphase.engine.reliability.watchdog import Verdict, Watchdog, behind
 from tests.distributed import in_a_fork, run_ranks
 from tests.engine.tiny import QUIET, Regression, rows
