@@ -42,7 +42,7 @@ ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
         "_data_source",
         "_should_accumulate",
     ),
-    f"{_LOOPS}.evaluation_loop:_EvaluationLoop": ("_results", "_seen_batches_per_dataloader"),
+    f"{_LOOPS}.evaluation_loop:_EvaluationLoop": ("_max_batches", "_results", "_seen_batches_per_dataloader"),
     f"{_LOOPS}.training_epoch_loop:_TrainingEpochLoop": (
         "_batches_that_stepped",
         "_build_kwargs",
