@@ -52,6 +52,8 @@ class ParameterHooks:
         self._names = {id(parameter): name for name, parameter in self._parameters.items()}
         self.defers = False
         """Whether a backward of the strategy runs, so that hooks wait for its end."""
+        self._is_running = False
+        """Whether a backward of the strategy runs; in a pipeline, its forward, too."""
         self._backward: Any = None
         self._late: set[str] = set()
         """The parameters that got their first hook after training began."""
@@ -86,6 +88,15 @@ class ParameterHooks:
     @contextmanager
     def around_backward(self) -> Iterator[None]:
         """Context of a backward with the averages over the ranks; calls the hooks at its end."""
+        self._is_running = True
+        try:
+            with self._deferring():
+                yield
+        finally:
+            self._is_running = False
+
+    @contextmanager
+    def _deferring(self) -> Iterator[None]:
         if not (self._agreed or self._late) or not self._strategy.averages_gradients:
             yield
             return
@@ -181,6 +192,12 @@ class ParameterHooks:
             RuntimeError: the other ranks would have to know of it, which gather the gradient.
         """
         name = self._names[id(parameter)]
+        if self._is_running:
+            raise RuntimeError(
+                f"a hook of {name!r} is registered within backward, or a step of a pipeline, under {self._strategy!r},"
+                " where it would be registered once for each micro-batch and trial run: register it earlier, in the"
+                " module's constructor, configure_model, setup or on_fit_start."
+            )
         if name not in self._agreed:
             if isinstance(parameter, DTensor) or self._average is not None:
                 raise RuntimeError(self._why_too_late(name))

@@ -1,10 +1,12 @@
 """Stand-ins for parameters that another pipeline stage holds, outside of a step: a shape and a name without content.
 
 torch accepts tensors on the meta device silently: an average of weights in a hook (`p.lerp_(q, 0.01)`) would do
-nothing, and a norm of all gradients would be that of one stage. A `RemoteTensor` raises an error that names the
-parameter if user code needs its values. Within a step, `RemoteValueMode` handles such tensors. torch, Lightning and
-this package may pass them on, since this code expects tensors without content. An optimizer may read the gradient: it
-is None.
+nothing, and a norm of all gradients would be that of one stage. What user code computes with a `RemoteTensor` has no
+content either, and to write that into a `RemoteTensor` does nothing: so code that changes each parameter by itself (a
+maximum norm, a clamp, rows of zeros) has its effect on the stage that holds it. Code that reads such values, draws
+random numbers by them or writes them into a tensor with content gets an error that names the parameter. Within a step,
+`RemoteValueMode` handles such tensors. torch, Lightning and this package may pass them on, since this code expects
+tensors without content. An optimizer may read the gradient: it is None.
 """
 
 import os
@@ -14,6 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -21,12 +24,17 @@ from ...attachments import carry_over
 from .remote_values import (
     CONTENT,
     FORM,
+    MOVES,
     NOT_THE_USERS,
+    READS,
     CutError,
+    Draws,
     is_users,
     mark_origin,
+    moved,
     origin_of,
     tensors_in,
+    to_meta,
     users_line,
 )
 
@@ -48,6 +56,10 @@ _FOR_THE_USER = (
     os.path.join(_LIGHTNING, "pytorch", "utilities", "grads.py"),
 )
 """Library code that computes with the values of its arguments, for its caller."""
+_LOG = _LIGHTNING, os.path.join(NOT_THE_USERS[-1], "loop", "")
+"""They log values, and accumulate them."""
+_INIT = os.path.join(_TORCH, "nn", "init.py")
+_MAKES = os.path.join(_TORCH, "nn", "parameter.py")
 _PASSES_ON = os.path.join(_TORCH, "nn", "modules", "module.py")
 
 
@@ -72,18 +84,26 @@ class RemoteTensor(Tensor):
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():  # torch: as the documentation of `__torch_function__` says
             name = getattr(func, "__name__", "")
-            if name in ("__get__", "__set__"):
-                attribute = func.__self__.__name__
-                if attribute in CONTENT or (name == "__get__" and attribute == "grad"):
-                    _check(attribute, args, kwargs)
-            elif name not in FORM:
-                _check(name, args, kwargs)
             if name == "__deepcopy__":
                 return _copied(*args)
-            result = func(*args, **kwargs)
-            if type(result) is Tensor and result.is_meta:
-                result = result.as_subclass(cls)
-                mark_origin(result, _name(args, kwargs))
+            if name == "__reduce_ex__" and not isinstance(args[0], nn.Parameter):
+                raise CutError(_why(name, args, kwargs))
+            if name in ("__get__", "__set__"):
+                name, is_read = func.__self__.__name__, name == "__get__"
+                if name == "grad" and is_read:
+                    return _gradient(*args)
+                if name == "is_meta" and sys._getframe(1).f_code.co_filename == _INIT:  # it would draw no numbers
+                    raise CutError(_why(name, args, kwargs))
+                needs_content = name in CONTENT or name == "grad"
+                if needs_content and not is_read and _is_computed(args):
+                    return _write(name, *args)
+            else:
+                needs_content = name not in FORM
+            result = func(*args, **kwargs) if not needs_content else _compute(func, name, args, kwargs)
+            for tensor in tensors_in(result):
+                if type(tensor) is Tensor and tensor.is_meta:
+                    tensor.__class__ = cls
+                    mark_origin(tensor, _name(args, kwargs))
         return result
 
 
@@ -100,24 +120,93 @@ def _copied(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
     return memo[id(tensor)]
 
 
-def _check(name: str, args: Any, kwargs: Any) -> None:
-    if name == "grad":
-        if not _may_know_gradient():
-            raise CutError(
-                f"{users_line()} reads the gradient of {_name(args, kwargs)!r}, which another pipeline stage has: a"
-                " norm of these gradients would be that of one stage. Set gradient_clip_val, call"
-                " self.clip_gradients(...) in configure_gradient_clipping, or read trainer.grad_norm, which are those"
-                " of all stages; pass over parameters with `p.is_meta` if each stage may do this for its own; or choose"
-                " another strategy, such as 'fsdp'."
-            )
-        return
-    frame = next(frame for frame in _frames() if not frame.f_code.co_filename.startswith(_DISPATCH_FILES))
-    if _is_for_the_user(frame):
+def _is_computed(value: Any) -> bool:
+    """Whether user code computes with a value: it has computed it, or asks now for what is to be done with it."""
+    if any(isinstance(t, RemoteTensor) and not isinstance(t, nn.Parameter) for t in tensors_in(value)):
+        return True
+    return _is_for_the_user(next(frame for frame in _frames() if not _dispatches(frame)))
+
+
+def _compute(func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """Runs an operation that needs content; what user code computes has none, too."""
+    if not _is_computed((args, kwargs)):
+        if name == "detach" and _makes_parameter():
+            raise CutError(_why(name, args, kwargs))
+        return func(*args, **kwargs)
+    frame = next(frame for frame in _frames() if not _dispatches(frame))
+    if name in READS or _writes_content(name, args, kwargs) or _is_of_library(frame):
+        raise CutError(_why(name, args, kwargs))
+    if name in MOVES:
+        return moved(args, kwargs)
+    on_meta, others = apply_to_collection((args, kwargs), Tensor, to_meta)
+    others = {key: value for key, value in others.items() if key != "device"}
+    try:
+        with torch.no_grad(), Draws() as draws:
+            result = func(*on_meta, **others)
+    except (NotImplementedError, RuntimeError) as error:
+        raise CutError(_why(name, args, kwargs)) from error
+    if draws.any:  # the stage that has the values would draw other numbers than one process
+        raise CutError(_why(name, args, kwargs))
+    return result
+
+
+def _is_of_library(frame: types.FrameType) -> bool:
+    """Whether a library computes with the values of several parameters, calls a module, or logs, for the user."""
+    file = frame.f_code.co_filename
+    return file.startswith((*_FOR_THE_USER, *_LOG)) and file != _INIT
+
+
+def _writes_content(name: str, args: Any, kwargs: Any) -> bool:
+    """Whether an operation writes into a tensor with content."""
+    is_in_place = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or name.startswith("__i")
+    targets = [*(args[:1] if is_in_place and name != "__invert__" else ()), kwargs.get("out")]
+    return any(not tensor.is_meta for tensor in tensors_in(targets))
+
+
+def _write(name: str, target: Tensor, value: Any = None) -> None:
+    """Sets an attribute of `target`: does nothing if another stage has it."""
+    if not isinstance(target, RemoteTensor):
+        raise CutError(_why(name, value, ()))
+
+
+def _gradient(tensor: Tensor) -> Tensor | None:
+    """Returns what stands for the gradient where the user's own code changes it; None for others."""
+    if not isinstance(tensor, nn.Parameter) or _may_know_gradient():
+        return None
+    frame = next(frame for frame in _frames() if not _dispatches(frame))
+    if not is_users(frame):
         raise CutError(
-            f"{users_line()} needs the values of {_name(args, kwargs)!r}, which another pipeline stage has ({name})."
-            " Do this in the optimizer or in the step; pass over parameters with `p.is_meta` if each stage may do this"
-            " for its own, without the others'; or choose another strategy, such as 'fsdp'."
+            f"{users_line()} reads the gradient of {origin_of(tensor)!r}, which another pipeline stage has: a"
+            " norm of these gradients would be that of one stage. Set gradient_clip_val, call"
+            " self.clip_gradients(...) in configure_gradient_clipping, or read trainer.grad_norm, which are those"
+            " of all stages; pass over parameters with `p.is_meta` if each stage may do this for its own; or choose"
+            " another strategy, such as 'fsdp'."
         )
+    if not tensor.requires_grad:
+        return None
+    gradient = torch.empty_like(tensor, device="meta").detach().as_subclass(RemoteTensor)
+    mark_origin(gradient, origin_of(tensor))
+    return gradient
+
+
+def _why(name: str, args: Any, kwargs: Any) -> str:
+    return (
+        f"{users_line()} needs the values of {_name(args, kwargs)!r}, which another pipeline stage has ({name}): a hook"
+        " may write into each parameter, or gradient, only what it computes from this one. Do this in the optimizer or"
+        " in the step; clip gradients by gradient_clip_val or self.clip_gradients(...); pass over parameters with"
+        " `p.is_meta` if each stage may do this for its own, without the others'; or choose another strategy, such as"
+        " 'fsdp'."
+    )
+
+
+def _makes_parameter() -> bool:
+    """Whether user code makes a parameter of a tensor."""
+    frames = (frame for frame in _frames() if not _dispatches(frame))
+    return next(frames).f_code.co_filename == _MAKES and is_users(next(frames))
+
+
+def _dispatches(frame: types.FrameType) -> bool:
+    return frame.f_code.co_filename.startswith(_DISPATCH_FILES)
 
 
 def _may_know_gradient() -> bool:
@@ -125,7 +214,7 @@ def _may_know_gradient() -> bool:
     is_for_user = False
     for frame in _frames():
         file = frame.f_code.co_filename
-        if file.startswith(_DISPATCH_FILES):
+        if _dispatches(frame):
             continue
         if frame.f_code.co_name == "clip_grad_value_":  # it clips each element by itself
             return True

@@ -32,15 +32,20 @@ from .calls import Calls
 __all__ = [
     "CONTENT",
     "FORM",
+    "MOVES",
     "NOT_THE_USERS",
+    "READS",
     "CutError",
+    "Draws",
     "RemoteValueMode",
     "has_absent",
     "is_of_fsdp",
     "is_users",
     "mark_origin",
+    "moved",
     "origin_of",
     "tensors_in",
+    "to_meta",
     "users_line",
 ]
 
@@ -59,7 +64,7 @@ _ELSEWHERE = (
     "Give the module a method pipeline_stages() that puts what belongs together into one stage, or choose another"
     " strategy, such as 'fsdp'."
 )
-_READS = {
+READS = {
     "item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__", "__contains__",
     "__format__", "is_nonzero", "equal", "allclose", "nonzero", "argwhere", "unique", "masked_select", "data_ptr",
 }  # fmt: skip
@@ -69,7 +74,8 @@ _NEW = {
     "new_zeros", "new_ones", "new_full", "new_empty",
 }  # fmt: skip
 """Calls that use the shape of a tensor, and not its values."""
-_MOVES = {"to", "cpu", "cuda", "type_as"}
+MOVES = {"to", "cpu", "cuda", "type_as"}
+"""Calls that keep the values."""
 FORM = {
     "size", "dim", "numel", "nelement", "ndimension", "stride", "storage_offset", "element_size", "get_device", "type",
     "is_floating_point", "is_complex", "is_contiguous", "is_signed", "is_inference", "is_shared", "is_pinned",
@@ -178,7 +184,7 @@ class RemoteValueMode(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name == "__get__" and (attribute := func.__self__.__name__) in ("device", "is_cuda", "is_cpu"):
             return getattr(torch.empty(0, device=self._device), attribute)
-        if name in _READS:
+        if name in READS:
             raise CutError(
                 f"{users_line()} reads a value that another pipeline stage has ({name} of a tensor"
                 f" {list(absent.shape)}). {_ELSEWHERE}"
@@ -191,12 +197,12 @@ class RemoteValueMode(TorchFunctionMode):
             if self.tracks_mixing and self.mixing_line is None and real.is_floating_point():
                 self.mixing_line = users_line()
                 self.mixed_parameter = origin_of(absent) if isinstance(absent, nn.Parameter) else ""
-        if name in _MOVES:
-            return _moved(args, kwargs)
+        if name in MOVES:
+            return moved(args, kwargs)
         without = {key: value for key, value in kwargs.items() if key != "generator"}  # meta has no generators
-        on_meta, without = apply_to_collection((args, without), Tensor, _to_meta)
+        on_meta, without = apply_to_collection((args, without), Tensor, to_meta)
         try:
-            with torch.no_grad(), _Draws() as draws:  # a graph would keep the tensors alive
+            with torch.no_grad(), Draws() as draws:  # a graph would keep the tensors alive
                 if torch.is_autocast_enabled(self._device.type):
                     result = _autocast_form(func, on_meta, without, self._device)
                 else:
@@ -239,7 +245,7 @@ class RemoteValueMode(TorchFunctionMode):
             self.__enter__()
 
 
-class _Draws(TorchDispatchMode):
+class Draws(TorchDispatchMode):
     """Notes whether an operation draws random numbers."""
 
     def __init__(self) -> None:
@@ -306,7 +312,8 @@ def _asks_for_content(func: Any) -> bool:
     return name not in FORM or name in _OF_GRAPH
 
 
-def _to_meta(tensor: Tensor) -> Tensor:
+def to_meta(tensor: Tensor) -> Tensor:
+    """Returns the form of a tensor, without content."""
     return tensor if tensor.is_meta else tensor.detach().to("meta")
 
 
@@ -317,7 +324,7 @@ def _writes(name: str, args: Any, kwargs: Any) -> bool:
     return is_in_place and bool(args) and isinstance(args[0], Tensor) and not args[0].is_meta
 
 
-def _moved(args: Any, kwargs: Any) -> Tensor:
+def moved(args: Any, kwargs: Any) -> Tensor:
     """Returns the result of a move of an absent tensor: the dtype changes as asked, the device stays meta."""
     tensor, *others = args
     others += kwargs.values()

@@ -1,4 +1,4 @@
-"""Writes of a step into parameters: as in one process, or refused by the parameter's name, in whichever batch."""
+"""Writes of a step, and of hooks, into parameters: as in one process, or refused by the parameter's name."""
 
 from typing import Any
 
@@ -6,7 +6,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.engine.strategies.test_parameters_integration import Block, Net, assert_equal, fit, in_process
+from tests.engine.strategies.test_parameters_integration import (
+    BATCH,
+    Block,
+    Net,
+    assert_equal,
+    batches,
+    fit,
+    in_process,
+)
 
 ONE = "pp_fork:microbatches=1,schedule=gpipe"
 
@@ -148,3 +156,66 @@ def test_other_writes_are_refused_by_name(strategy, kind, message):
 def test_a_write_where_another_stage_runs_is_refused():
     with pytest.raises(Exception, match=r"the parameter 'blocks.0.up.weight' of Linear is written by `training_step`"):
         fit(Own(Block, after=True), "pp_fork")
+
+
+class InHooks(Net):
+    """Changes each parameter and gradient by itself, on all stages alike."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for p in self.parameters():
+            if p.grad is not None:
+                p.grad.clamp_(-1e-2, 1e-2)
+        for block in self.blocks:
+            gradient = block.up.weight.grad
+            block.up.weight.grad = gradient - gradient.mean(1, keepdim=True)
+            block.down.weight.grad[::2] = 0
+
+    @torch.no_grad()
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for block in self.blocks:
+            block.up.weight.data = torch.renorm(block.up.weight.data, 2, 0, 0.5)
+            norm = block.down.weight.norm(dim=1, keepdim=True)
+            block.down.weight.mul_(norm.clamp(max=0.4) / norm)
+            block.up.weight[::3] = 0
+            nn.init.zeros_(block.up.bias)
+        for p in self.parameters():
+            p.mul_(torch.arange(p.numel()).view(p.shape) % 5 > 0)
+            p.clamp_(-0.2, 0.2)
+
+
+def test_hooks_that_change_each_parameter_by_itself_do_so_on_each_stage():
+    torch.manual_seed(1)
+    net = InHooks()
+    torch.manual_seed(1)
+    expected = InHooks()
+    optimizer = expected.configure_optimizers()
+    for index, batch in enumerate(batches(BATCH)):
+        optimizer.zero_grad()
+        expected.training_step(batch, index).backward()
+        expected.on_before_optimizer_step(optimizer)
+        optimizer.step()
+        expected.on_train_batch_end(None, batch, index)
+    assert_equal(fit(net, "pp_fork"), expected.state_dict())
+
+
+class LogsANorm(Net):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("norm", self.blocks[0].up.weight.norm())
+
+
+class HooksInStep(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.out.weight.register_hook(lambda gradient: gradient * 0.5)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (LogsANorm, "in on_train_batch_end: .* needs the values of 'blocks.0.up.weight', which another pipeline stage"),
+        (HooksInStep, "a hook of 'out.weight' is registered within backward, or a step of a pipeline"),
+    ],
+)
+def test_hooks_that_need_more_are_refused_by_name(kind, message):
+    with pytest.raises(Exception, match=message):
+        fit(kind(), "pp_fork")

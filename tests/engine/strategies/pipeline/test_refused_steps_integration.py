@@ -132,10 +132,10 @@ class Distils(MLP):
 
     def __init__(self) -> None:
         super().__init__()
-        self.teacher = nn.Linear(32, 10)
+        self.teacher = nn.Linear(64, 32)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        for mine, other in zip(self.teacher.parameters(), self.net[4].parameters(), strict=True):
+        for mine, other in zip(self.teacher.parameters(), self.net[0].parameters(), strict=True):
             mine.data.lerp_(other.data, 0.01)
 
 

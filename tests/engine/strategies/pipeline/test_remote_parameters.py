@@ -1,6 +1,7 @@
 """Parameters of other stages outside of a step: their form is known, and who needs more is told the name."""
 
 import copy
+import io
 
 import pytest
 import torch
@@ -44,7 +45,7 @@ def test_their_form_is_known():
     copied = copy.deepcopy(net)
     assert copied.blocks[1].weight is not remote
     with pytest.raises(CutError, match=r"needs the values of 'blocks.1.weight'"):
-        copied.blocks[1].weight.norm()
+        float(copied.blocks[1].weight.norm())
 
 
 @pytest.mark.parametrize("make", [torch.optim.AdamW, Lion, lambda ps: torch.optim.SGD(ps, 0.1, momentum=0.9)])
@@ -77,14 +78,20 @@ def average_state(net):
         kept[name].mul_(0.9).add_(value)
 
 
-def remote_teacher(net):
-    teacher = copy.deepcopy(net)
-    for mine, other in zip(teacher.parameters(), Net().parameters(), strict=True):
-        mine.data.copy_(other)
-
-
 def norm_by_hand(net):
-    return torch.stack([p.grad.norm() for p in net.parameters() if p.grad is not None]).norm()
+    norm = torch.stack([p.grad.norm() for p in net.parameters() if p.grad is not None]).norm()
+    for p in net.parameters():
+        p.grad.mul_(0.1 / norm)
+
+
+def branch(net):
+    for p in net.parameters():
+        if p.norm() > 1:
+            p.data.mul_(0.5)
+
+
+def save(net):
+    torch.save({name: p.detach().cpu() for name, p in net.named_parameters()}, io.BytesIO())
 
 
 VALUES = r"in {}: .* needs the values of 'blocks.1.weight', which another pipeline stage has"
@@ -97,15 +104,18 @@ GRADIENT = r"in {}: .* reads the gradient of 'blocks.1.weight', .* Set gradient_
         (average, VALUES.format("average")),
         (average_data, VALUES.format("average_data")),
         (average_state, VALUES.format("average_state")),
-        (remote_teacher, VALUES.format("remote_teacher")),
+        (norm_by_hand, VALUES.format("norm_by_hand")),
+        (branch, VALUES.format("branch")),
+        (save, VALUES.format("save")),
         (lambda net: net.blocks[1](torch.ones(3)), VALUES.format("<lambda>")),
         (lambda net: AveragedModel(net).update_parameters(net), VALUES.format("<lambda>")),
-        (lambda net: nn.init.zeros_(net.blocks[1].weight), VALUES.format("<lambda>")),
+        (lambda net: nn.init.normal_(net.blocks[1].weight), VALUES.format("<lambda>")),
+        (lambda net: nn.init.orthogonal_(net.blocks[1].weight), VALUES.format("<lambda>")),
+        (lambda net: net.blocks[1].weight.data.add_(torch.randn_like(net.blocks[1].weight)), VALUES.format("<lambda>")),
         (lambda net: net.blocks[1].weight.numpy(force=True), VALUES.format("<lambda>")),
         (lambda net: nn.utils.parameters_to_vector(net.parameters()), VALUES.format("<lambda>")),
         (lambda net: nn.utils.clip_grad_norm_(net.parameters(), 1.0), GRADIENT.format("<lambda>")),
         (lambda net: grad_norm(net, 2), GRADIENT.format("<lambda>")),
-        (norm_by_hand, "reads the gradient of 'blocks.1.weight'"),
     ],
 )
 def test_who_needs_more_is_told_the_name(use, message):
