@@ -277,10 +277,11 @@ class Runner:
         try:
             with log.attached():
                 yield
-        except RuntimeError:
-            if self.partitioned.failure is None:
+        except RuntimeError as error:
+            failure = self.partitioned.failure or error.__cause__
+            if not isinstance(failure, Exception):
                 raise
-            raise self.partitioned.failure from None  # torch's schedules wrap it
+            raise failure from None  # torch's schedules wrap it, and what backward raises
         finally:
             self.partitioned.job = self.partitioned.failure = None
             self.partitioned.filled.clear()

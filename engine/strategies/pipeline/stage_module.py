@@ -150,7 +150,6 @@ class StageModule(nn.Module):
         try:
             with (
                 job.context(),
-                partitioned.collectives,
                 no_new_parameters(partitioned.parts),
                 self._absent,
             ):

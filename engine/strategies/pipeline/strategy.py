@@ -357,7 +357,8 @@ class Pipeline(MeshStrategy):
             The mean loss; and its weight, or None if `training_step` returned none. With a weight, the gradients are
             those of the loss times the weight. On all ranks.
         """
-        with nullcontext() if self._parameter_hooks is None else self._parameter_hooks.around_backward():
+        hooks = nullcontext() if self._parameter_hooks is None else self._parameter_hooks.around_backward()
+        with self._partitioned.collectives, hooks:  # type: ignore[union-attr]
             losses = self._runner.run("training_step", self.precision_plugin.train_step_context, arguments, weigh)
             if synchronises or self.synchronises_always:
                 self._gradients.synchronise(self.active_hook, self.data_ranks)
@@ -365,19 +366,23 @@ class Pipeline(MeshStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's step, forward only."""
-        return self._runner.run("training_step", self.precision_plugin.train_step_context, args)
+        return self._evaluate("training_step", self.precision_plugin.train_step_context, args)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the output of the module's step for the whole batch, on all ranks."""
-        return self._runner.run("validation_step", self.precision_plugin.val_step_context, args)
+        return self._evaluate("validation_step", self.precision_plugin.val_step_context, args)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """As `validation_step`."""
-        return self._runner.run("test_step", self.precision_plugin.test_step_context, args)
+        return self._evaluate("test_step", self.precision_plugin.test_step_context, args)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """As `validation_step`."""
-        return self._runner.run("predict_step", self.precision_plugin.predict_step_context, args)
+        return self._evaluate("predict_step", self.precision_plugin.predict_step_context, args)
+
+    def _evaluate(self, name: str, context: Any, arguments: tuple[Any, ...]) -> Any:
+        with self._partitioned.collectives:  # type: ignore[union-attr]
+            return self._runner.run(name, context, arguments)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Gathers over the ranks with different samples; in a step, these must have cut it into as many micro-batches.

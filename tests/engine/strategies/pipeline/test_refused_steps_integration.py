@@ -105,6 +105,33 @@ class WaitsLater(MLP):
         return loss
 
 
+class Reduces(torch.autograd.Function):
+    """Reduces its gradient over the job, as sequence-parallel layers do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        dist.all_reduce(gradient)
+        return gradient
+
+
+class ReducesInBackward(MLP):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return Reduces.apply(loss) if batch_idx else loss
+
+
+class ReducesInAHook(MLP):
+    """A hook of a parameter, which waits for the end of the schedule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].weight.register_hook(lambda gradient: Reduces.backward(None, gradient))
+
+
 class Gathers(MLP):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
@@ -179,6 +206,8 @@ class Asserts(MLP):
         (Communicates, r"in training_step: .* communicates with other ranks \(all_reduce\), which"),
         (Waits, r"in training_step: .* communicates with other ranks \(barrier\), which"),
         (WaitsLater, r"in training_step: .* communicates with other ranks \(all_reduce\), which"),
+        (ReducesInBackward, r"in backward: .* communicates with other ranks \(all_reduce\), which"),
+        (ReducesInAHook, r"in backward: .* communicates with other ranks \(all_reduce\), which"),
         (
             HooksContainer,
             "a backward hook of 'net', which contains the blocks of a pipeline, would get the gradient of",
