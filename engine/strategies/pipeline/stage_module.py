@@ -232,7 +232,11 @@ class StageModule(nn.Module):
             output = _without_content(form, self.partitioned.names[unit])
             return self._counted(output, unit, calls)
         if stage != self.stage:
-            raise CutError(f"{users_line()} calls {self._name(unit)} out of order. {_REMEDY}")
+            raise CutError(
+                f"{users_line()} calls {self._name(unit)} out of order, or once more behind the blocks of another stage."
+                " Two views of a batch can go through the blocks together: `a, b = self(torch.cat([a, b])).chunk(2)`."
+                f" {_REMEDY}"
+            )
         if has_absent((args, kwargs)):
             with self._absent.paused():
                 args, kwargs = apply_to_collection((args, kwargs), Tensor, self._absent.with_content)

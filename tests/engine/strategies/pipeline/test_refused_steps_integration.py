@@ -132,6 +132,12 @@ class ReducesInAHook(MLP):
         self.net[0].weight.register_hook(lambda gradient: Reduces.backward(None, gradient))
 
 
+class TwoViews(MLP):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, classes = batch
+        return nn.functional.cross_entropy(self.net(x) + self.net(-x), classes)
+
+
 class Gathers(MLP):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
@@ -206,6 +212,7 @@ class Asserts(MLP):
         (Communicates, r"in training_step: .* communicates with other ranks \(all_reduce\), which"),
         (Waits, r"in training_step: .* communicates with other ranks \(barrier\), which"),
         (WaitsLater, r"in training_step: .* communicates with other ranks \(all_reduce\), which"),
+        (TwoViews, r"calls 'net.0' out of order, or once more .* Two views of a batch can go through the blocks"),
         (ReducesInBackward, r"in backward: .* communicates with other ranks \(all_reduce\), which"),
         (ReducesInAHook, r"in backward: .* communicates with other ranks \(all_reduce\), which"),
         (
