@@ -152,7 +152,8 @@ class Snapshot(Callback):
                 self._save(trainer)  # not after `nonfinite="error"`, which means that the state is unusable
             is_asked = isinstance(exception, (KeyboardInterrupt, SIGTERMException))
             if not (is_asked and any(hasattr(c, "on_run_end") for c in trainer.callbacks)):  # that hook prints the same
-                rank_zero_info(f"Stopped by {type(exception).__name__}; to go on, run it again with resume='auto'.")
+                cause = "Ctrl-C" if isinstance(exception, KeyboardInterrupt) else "SIGTERM" if is_asked else "an error"
+                rank_zero_info(f"Stopped by {cause}; to go on, run it again with resume='auto'.")
 
     def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         """Unlocks the folder."""
