@@ -233,9 +233,9 @@ class StageModule(nn.Module):
             return self._counted(output, unit, calls)
         if stage != self.stage:
             raise CutError(
-                f"{users_line()} calls {self._name(unit)} out of order, or once more behind the blocks of another stage."
-                " Two views of a batch can go through the blocks together: `a, b = self(torch.cat([a, b])).chunk(2)`."
-                f" {_REMEDY}"
+                f"{users_line()} calls {self._name(unit)} out of order, or once more behind the blocks of another"
+                " stage. Two views of a batch can go through the blocks together:"
+                f" `a, b = self(torch.cat([a, b])).chunk(2)`. {_REMEDY}"
             )
         if has_absent((args, kwargs)):
             with self._absent.paused():
