@@ -25,6 +25,10 @@ from .remote_values import CutError, is_of_fsdp, is_users, users_line
 __all__ = ["NoCollectives"]
 
 
+_MODES = ("__torch_function__", "__torch_dispatch__")
+"""Methods of a user's mode of torch, around `fit` for example: a call of the engine's passes through them, too."""
+
+
 class NoCollectives:
     """A context of a batch that raises an error where the user's code begins a collective of several ranks."""
 
@@ -78,7 +82,7 @@ class NoCollectives:
         while frame is not None and frame is not self._begin:
             if frame.f_code.co_filename == threading.__file__:
                 return False
-            is_user |= is_users(frame)
+            is_user |= is_users(frame) and frame.f_code.co_name not in _MODES
             frame = frame.f_back
         return is_user and not is_of_fsdp(caller)
 
