@@ -193,7 +193,9 @@ DEFECTS = {
         Model(_StepsByOneNorm, _MLP),
         [(strategy, "habits_of", lambda optimizer: Habits("steps each parameter by itself"))],
     ),
-    "clipping by hand by the norm of a stage": Defect("pp", Model(_ClipsByHand, _MLP), [(remote, "_check", nothing)]),
+    "clipping by hand by the norm of a stage": Defect(
+        "pp", Model(_ClipsByHand, _MLP), [(remote, "_may_know_gradient", lambda: True)]
+    ),
     "BatchNorm of micro-batches": Defect("pp", _NORMED, [(run, "batch_norm_warning", nothing)]),
     "a spectral norm of micro-batches": Defect("pp", MODELS["spectral norm"], [(run, "buffers_warning", nothing)]),
     "a loss that compares the samples of a batch": Defect(
