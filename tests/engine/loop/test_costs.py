@@ -138,8 +138,8 @@ class RowsOfCountingStream(CountingStream):
         (Rows(), 68),
         # A read through Lightning's fetcher, which looks one batch ahead; the states of the global generators before
         # and after it; and a checksum of the batch, or a copy of the state.
-        (RowsOfStream(NUM_ROWS), 128),
-        (RowsOfCountingStream(NUM_ROWS), 128),
+        (RowsOfStream(NUM_ROWS), 132),
+        (RowsOfCountingStream(NUM_ROWS), 132),
     ],
     ids=["map with a state", "stream", "stream with a state"],
 )
