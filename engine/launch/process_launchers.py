@@ -522,7 +522,7 @@ task, or give devices=1. See docs/clusters.md."""
 _RAYS_COMMAND = ("ray", "_private", "workers", "default_worker.py")
 """Ray: the end of the path of the script that its workers run."""
 
-_END_TIMEOUT_S = 8.0
+_REPORT_S = 8.0
 """The time limit for a rank to find the cause and to write the report, before or after its parent ends."""
 
 _reservations: list[socket.socket] = []
@@ -554,7 +554,7 @@ class _ScriptLauncher(_SubprocessScriptLauncher):
         trainer = kwargs.get("trainer")
         self._hang_timeout_s = getattr(trainer, "hang_timeout_s", None)
         self._can_lose = self._strategy.can_lose
-        watch_parent(self._first_rank + self.cluster_environment.local_rank(), _END_TIMEOUT_S)
+        watch_parent(self._first_rank + self.cluster_environment.local_rank(), _REPORT_S)
         return super().launch(*args, **kwargs)
 
     def kill(self, signum: Any) -> None:
@@ -593,7 +593,7 @@ class _ScriptLauncher(_SubprocessScriptLauncher):
 
     def _longest_s(self) -> float | None:
         # A rank that hangs ends itself after `hang_timeout_s`, and knows where it hangs, so it gets that time first.
-        return None if self._hang_timeout_s is None else self._hang_timeout_s + _END_TIMEOUT_S
+        return None if self._hang_timeout_s is None else self._hang_timeout_s + _REPORT_S
 
     def _await_ranks_at_exit(self) -> None:
         for thread in threading.enumerate():

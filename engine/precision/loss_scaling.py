@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..devices import multiply
+from ..strategies.clipping import local_values
 
 __all__ = ["LossScaler", "ScaledPrecision", "one_update"]
 
@@ -47,7 +48,7 @@ class LossScaler(torch.amp.GradScaler):
     def scale_gradients(self, module: LightningModule) -> None:
         """Scales the gradients that are there before a backward adds to them; an exact product with a power of two."""
         self._is_manual = True
-        gradients = [_values(p.grad) for p in _parameters(module) if p.grad is not None]
+        gradients = [local_values(p.grad) for p in _parameters(module) if p.grad is not None]
         if gradients:
             multiply(gradients, self.scale(torch.ones((), device=gradients[0].device)))
 
@@ -144,12 +145,6 @@ def _parameters(module: LightningModule) -> dict[Tensor, None]:
     """Returns the parameters of a module and its optimizers, each once."""
     groups = [group for optimizer in module.trainer.strategy.optimizers for group in optimizer.param_groups]
     return dict.fromkeys((*module.parameters(), *(p for group in groups for p in group["params"])))
-
-
-def _values(gradient: Tensor) -> Tensor:
-    """Returns what this rank has of a gradient, as a dense tensor of the same memory."""
-    local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-    return local._values() if local.is_sparse else local
 
 
 class ScaledPrecision(MixedPrecision):

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-__all__ = ["call_before_use", "close_then"]
+__all__ = ["call_before_use"]
 
 
 def call_before_use(
@@ -27,14 +27,13 @@ def call_before_use(
     if closure is None:
         function(optimizer)
         return None
-    closure = functools.partial(close_then, function, optimizer, closure)
+    closure = functools.partial(_close_then, function, optimizer, closure)
     if len(args) > 1:
         return (args[0], closure, *args[2:]), kwargs
     return args, {**kwargs, "closure": closure}
 
 
-def close_then(function: Callable[[Optimizer], None], optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
-    """Returns the result of an optimizer's closure, after a call of `function`."""
+def _close_then(function: Callable[[Optimizer], None], optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
     result = closure()
     function(optimizer)
     return result

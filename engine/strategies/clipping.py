@@ -16,7 +16,7 @@ from torch.nn.utils import get_total_norm
 from ..compression.bucket import accumulation_dtype
 from ..devices import multiply
 
-__all__ = ["clip_by_norm", "clip_by_value", "norm_of"]
+__all__ = ["clip_by_norm", "clip_by_value", "local_values", "norm_of"]
 
 
 def norm_of(parameters: Iterable[Tensor]) -> Tensor:
@@ -88,6 +88,12 @@ def _over_ranks(norm: Tensor, mesh: Any, axes: tuple[int, ...]) -> Tensor:
     for axis in axes:
         dist.all_reduce(square, group=mesh.get_group(axis))
     return square.sqrt()
+
+
+def local_values(gradient: Tensor) -> Tensor:
+    """Returns what this rank has of a gradient, as a dense tensor of the same memory."""
+    local = _local(gradient)
+    return local._values() if local.is_sparse else local
 
 
 def _local(gradient: Tensor) -> Tensor:

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from .clipping import local_values
 from .interface import adapt
 
 __all__ = ["StepGuard"]
@@ -217,7 +217,8 @@ def _are_finite(optimizer: Optimizer, device: torch.device) -> Tensor:
     """Whether this rank's parts of an optimizer's gradients are finite: a 0-d tensor."""
     by_kind: dict[Any, list[Tensor]] = defaultdict(list)
     for gradient in (p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
-        part = _values(gradient)
+        part = local_values(gradient)
+        part = torch.view_as_real(part) if part.is_complex() else part  # whose largest value has a kernel
         if part.numel() > 0:
             by_kind[part.device, part.dtype].append(part)
     # The largest value is finite if all are, whatever their number; a sum of squares may not be.
@@ -227,10 +228,3 @@ def _are_finite(optimizer: Optimizer, device: torch.device) -> Tensor:
         if of_kinds
         else torch.ones((), device=device) > 0
     )
-
-
-def _values(gradient: Tensor) -> Tensor:
-    """Returns what this rank has of a gradient, as a dense tensor of real numbers."""
-    local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-    local = local._values() if local.is_sparse else local
-    return torch.view_as_real(local) if local.is_complex() else local
