@@ -101,7 +101,7 @@ class BatchSizes:
         batches: Any = getattr(loader, "batch_sampler", None)
         num_ranks = self._trainer.data_size
         if not isinstance(batches, (GlobalBatches, GlobalOrder)):
-            return lambda batch_idx: self._count_of_users(loader, batches, num_ranks, batch_idx)
+            return self._count_of_users(loader, batches, num_ranks)
         order = batches.sampler if isinstance(batches, GlobalBatches) else batches
         if order.num_replicas == num_ranks:
             return batches.counter() if isinstance(batches, GlobalBatches) else batches.samples
@@ -109,17 +109,25 @@ class BatchSizes:
         local_of = (lambda index: batches.samples(index).local) if isinstance(batches, GlobalBatches) else lambda _: 1
         return lambda batch_idx: Samples(local := local_of(batch_idx), local * num_ranks)
 
-    def _count_of_users(self, loader: DataLoader | None, batches: Any, num_ranks: int, batch_idx: int) -> Samples:
-        """Counts the samples of a batch of a loader with the user's own sampler."""
+    def _count_of_users(self, loader: DataLoader | None, batches: Any, num_ranks: int) -> Callable[[int], Samples]:
+        """Returns a function that counts the samples of a batch of a loader with the user's own sampler."""
         size = sized_len(batches.sampler) if type(batches) is BatchSampler else None
         if size is not None and not has_iterable_dataset(loader):
-            local = min(batches.batch_size, size - batch_idx * batches.batch_size)
-            return Samples(local, local * num_ranks)
-        if loader is not None and num_ranks == 1:
+
+            def count(batch_idx: int) -> Samples:
+                local = min(batches.batch_size, size - batch_idx * batches.batch_size)
+                return Samples(local, local * num_ranks)
+
+            return count
+        unknown = Samples(1, num_ranks)
+        if loader is None or num_ranks > 1:
+            return lambda _: unknown
+
+        def count_read(batch_idx: int) -> Samples:
             size = self._trainer._data_connector.data_position.size_of_batch(loader, batch_idx)
-            if size is not None:
-                return Samples(size, size)
-        return Samples(1, num_ranks)
+            return unknown if size is None else Samples(size, size)
+
+        return count_read
 
     def samples_of_step(self, first: int, num_batches: int) -> Samples | None:
         """Counts the samples of `num_batches` batches from `first` on; None if the end of the data is not known."""
