@@ -19,7 +19,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
 from polyphase.callbacks import Doctor
-from polyphase.callbacks.light_doctor import LightDoctor
+from polyphase.doctor.light import LightDoctor
 from polyphase.engine import Engine
 
 __all__ = ["FORMS", "Added", "added_us"]

@@ -84,7 +84,7 @@ def run_trial(trial: Trial) -> Outcome:
     """Runs one, and has its notes judged."""
     from _doctor_runs import run
 
-    from polyphase.engine.doctor import judge, read_run
+    from polyphase.doctor import judge, read_run
 
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
@@ -161,7 +161,7 @@ def run_all(given: Sequence[Trial], minutes: float, pieces: Pieces) -> None:
     """Runs them until the time is over; and the first of each kind that is right once more, with its remedy."""
     import _doctor_runs  # noqa: F401  # what the forks need is imported once
 
-    import polyphase.engine.doctor  # noqa: F401
+    import polyphase.doctor  # noqa: F401
 
     ends = time.monotonic() + 60 * minutes
     left = list(given)
@@ -246,7 +246,7 @@ def overhead(pairs: int) -> Table:
     """What each form of the callback adds to a step, by pairs of blocks of steps with and without it, in one run."""
     from _doctor_cost import FORMS, added_us
 
-    from polyphase.callbacks.light_doctor import INTERVAL_STEPS, MEASURED_STEPS
+    from polyphase.doctor.light import INTERVAL_STEPS, MEASURED_STEPS
 
     rows, steps_us = [], {}
     for form in FORMS:

@@ -124,7 +124,7 @@ def with_doctor(trial: Trial, folder: Path) -> Verdict:
     """The most costly finding."""
     from _doctor_beside import fit_with_doctor
 
-    from polyphase.engine.doctor import judge, read_run
+    from polyphase.doctor import judge, read_run
 
     _finish(partial(fit_with_doctor, trial, folder), folder)
     notes = next(folder.rglob("rank_0.jsonl"))  # with a logger they are in its folder
@@ -242,7 +242,7 @@ def run_all(kinds: Sequence[str], tools: Sequence[str], steps: int, minutes: flo
     """The verdict on each fault, by each tool, until the time is over."""
     import _doctor_beside  # noqa: F401  # what the forks need is imported once
 
-    import polyphase.engine.doctor  # noqa: F401
+    import polyphase.doctor  # noqa: F401
 
     ends = time.monotonic() + 60 * minutes
     verdicts: dict[tuple[str, str], Verdict] = {}

@@ -1,10 +1,10 @@
 """Callbacks that watch and log a run; rank 0 writes."""
 
+from typing import TYPE_CHECKING, Any
+
 from .communication import CommunicationMonitor
 from .console import ConsoleLogger, default_progress_bar
-from .doctor import Doctor
 from .gradient_norm import GradientNormMonitor
-from .light_doctor import LightDoctor
 from .memory import MemoryMonitor
 from .progress import ProgressBar
 from .replica_guard import ReplicaError, ReplicaGuard
@@ -12,6 +12,9 @@ from .run_summary import RunSummary
 from .snapshot import Snapshot, default_snapshot
 from .throughput import ThroughputMonitor
 from .trace_profiler import TraceProfiler
+
+if TYPE_CHECKING:
+    from polyphase.doctor import Doctor, LightDoctor
 
 __all__ = [
     "CommunicationMonitor",
@@ -30,3 +33,12 @@ __all__ = [
     "default_progress_bar",
     "default_snapshot",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports the doctor when one of its callbacks is first asked for: it is built on this package."""
+    if name in ("Doctor", "LightDoctor"):
+        import polyphase.doctor
+
+        return getattr(polyphase.doctor, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -18,12 +18,18 @@ from polyphase.engine import devices
 from polyphase.engine.run_info import header, log_folder, shown_path
 
 from ._counts import count_samples
-from .doctor import Doctor
 from .memory import MemoryMonitor
 from .throughput import ThroughputMonitor
-from .trace_profiler import TraceProfiler
 
-__all__ = ["RunSummary"]
+__all__ = ["RunSummary", "Summarized"]
+
+
+class Summarized(Callback):
+    """A callback with lines of its own for the end of a run, which `RunSummary` prints after its own."""
+
+    def summary(self) -> list[str]:
+        """Returns the lines, on rank 0; on other ranks, and without anything to say, none."""
+        raise NotImplementedError
 
 
 class _Figures(NamedTuple):
@@ -128,10 +134,8 @@ class RunSummary(Callback):
             cause = "Ctrl-C" if isinstance(exception, KeyboardInterrupt) else "SIGTERM"
             _say(*_stop_text(trainer, cause))
         elif exception is None and figures is not None:
-            verdict = [
-                line for c in trainer.callbacks if isinstance(c, (Doctor, TraceProfiler)) for line in c.summary()
-            ]
-            _say(*_end_text(trainer, self._end(trainer, figures)), *verdict)
+            others = [line for c in trainer.callbacks if isinstance(c, Summarized) for line in c.summary()]
+            _say(*_end_text(trainer, self._end(trainer, figures)), *others)
 
     def _end(self, trainer: Any, figures: list[_Figures]) -> "_RunEnd":
         counts = [rank.num_samples for rank in figures]

@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -21,6 +21,8 @@ from torch.profiler import profile, record_function, schedule
 
 from polyphase.engine.run_info import log_folder, shown_path
 from polyphase.engine.strategies import capabilities_of
+
+from .run_summary import Summarized
 
 __all__ = ["TraceProfiler"]
 
@@ -32,7 +34,7 @@ _MOST_SLOW_TRACES = 3
 _SIGNAL = getattr(signal, "SIGUSR2", None)
 
 
-class TraceProfiler(Callback):
+class TraceProfiler(Summarized):
     """Writes traces of `torch.profiler` for https://ui.perfetto.dev, one file for each rank and each time.
 
     A trace begins after every `wait` steps, `repeat` times; on the signal SIGUSR2 (``kill -USR2 PID``, for that rank

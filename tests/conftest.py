@@ -45,8 +45,8 @@ hypothesis.settings.register_profile("untimed", deadline=None, suppress_health_c
 hypothesis.settings.load_profile("untimed")
 
 ALONE = (
-    "callbacks/test_doctor.py",
-    "callbacks/test_doctor_integration.py",
+    "doctor/test_callback.py",
+    "doctor/test_callback_integration.py",
 )
 """Files whose tests measure seconds."""
 
@@ -58,9 +58,8 @@ DEADLINES = (
     "chaos/test_logged_integration.py",
     "chaos/test_storm_integration.py",
     "docs/test_howto_integration.py",
+    "doctor/test_trial_integration.py",
     "engine/checkpoint/test_killed_integration.py",
-    "engine/doctor/test_stacks_integration.py",
-    "engine/doctor/test_trial_integration.py",
     "engine/launch/test_agent_integration.py",
     "engine/launch/test_command_integration.py",
     "engine/launch/test_process_launchers_integration.py",
@@ -69,6 +68,7 @@ DEADLINES = (
     "engine/reliability/test_failure_integration.py",
     "engine/reliability/test_network_integration.py",
     "engine/reliability/test_signals_integration.py",
+    "engine/reliability/test_stacks_integration.py",
     "engine/reliability/test_two_hosts_integration.py",
     "engine/reliability/test_watchdog.py",
     "engine/reliability/test_watchdog_integration.py",

@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("engine", "callbacks", "models")
+PACKAGES = ("engine", "callbacks", "doctor", "models")
 
 
 def link_packages(folder: Path) -> None:

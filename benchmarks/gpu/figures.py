@@ -19,7 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from polyphase.callbacks._flops import peak_of
+from polyphase.doctor.flops import peak_of
 from polyphase.engine import Engine
 from polyphase.models import ByteGPT, PythonSource
 

@@ -93,9 +93,10 @@ CHECKPOINT: Sequence[Stop] = (
 WAYS = {"batch": BATCH, "gradient": GRADIENT, "checkpoint": CHECKPOINT}
 
 ROOMS = (
-    ("callbacks/", "snapshots, monitors, bars", 0, 0),
-    ("models/", "modules, data to start from", 1, 0),
-    ("engine/cli/", "the command polyphase", 2, 0),
+    ("doctor/", "why a run is slow", 0, 0),
+    ("callbacks/", "snapshots, monitors", 1, 0),
+    ("models/", "to start from", 2, 0),
+    ("engine/cli/", "the command", 3, 0),
     ("engine/engine.py", "Engine: flags become parts", 0, 1),
     ("engine/loop/", "fit, evaluate, log", 1, 1),
     ("engine/resume/", "loops, place in the data", 2, 1),
@@ -140,8 +141,9 @@ def draw_way(name: str) -> Drawing:
 def draw_rooms() -> Drawing:
     """The folders of the package: what stands above imports what stands below."""
     drawing = Drawing("The rooms of the package", WIDTH, wide=True)
-    width = (WIDTH - 2 * MARGIN - 2 * 14) / 3
     for name, note, column, row in ROOMS:
+        num_columns = sum(other == row for *_, other in ROOMS)
+        width = (WIDTH - 2 * MARGIN - (num_columns - 1) * 14) / num_columns
         if "engine/" in name and not (ROOT / name).exists():
             raise FileNotFoundError(name)
         y = MARGIN + row * 76 - (26 if row == 6 else 0)

@@ -19,7 +19,7 @@ def on_startup(**_: Any) -> None:
     """Links the sources into ``build/packages/polyphase``, where mkdocstrings reads them without importing any."""
     package = ROOT / "build" / "packages" / "polyphase"
     package.mkdir(parents=True, exist_ok=True)
-    packages = (ROOT / name for name in ("engine", "callbacks", "models"))
+    packages = (ROOT / name for name in ("engine", "callbacks", "doctor", "models"))
     for source in (*(ROOT / "src" / "polyphase").iterdir(), *packages):
         link = package / source.name
         if not link.is_symlink():

@@ -25,7 +25,7 @@ __all__ = ["COMMANDS", "import_classes", "main", "print_completion"]
 
 
 def _command(path: str) -> Callable[[Sequence[str]], int]:
-    """Returns a function that imports and calls the engine's function ``"package.module:name"``."""
+    """Returns a function that imports and calls the function ``"package.module:name"``."""
 
     def run(words: Sequence[str]) -> int:
         module, _, name = path.partition(":")
@@ -39,8 +39,8 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "init": _command(".init:main"),
     "launch": _command("..launch.command:main"),
     "ckpt": _command("..checkpoint.commands:main"),
-    "doctor": _command("..doctor.command:main"),
-    "stacks": _command("..doctor.stacks:main"),
+    "doctor": _command("polyphase.doctor.command:main"),
+    "stacks": _command("..reliability.stacks:main"),
 }
 """Commands that run no model: each takes its arguments and returns the exit code."""
 

@@ -94,8 +94,9 @@ def run(words: Sequence[str]) -> None:
     """Runs `words`, a command and its arguments, with LightningCLI."""
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    importlib.import_module("polyphase.models")  # registers its classes by their short names
-    importlib.import_module("polyphase.callbacks")  # likewise
+    for package in map(importlib.import_module, ("polyphase.models", "polyphase.callbacks")):
+        for name in package.__all__:  # the parser knows the short names of classes that exist
+            getattr(package, name)
     words = expand(words)
     if words[0] == "bench-comm" and not any(NAMES_MODEL.fullmatch(word) for word in words):
         words += ["--model", "ByteGPT", "--data", "PythonSource"]

@@ -7,7 +7,7 @@ and the stacks of all its threads. If there are ranks on other hosts, it forward
 3. The rank that got the request writes the answers of other hosts to local files.
 
 If a rank can't answer, because C code holds Python's lock, `polyphase stacks` sends it a signal: see
-`doctor/living.py`.
+`stack_files.py`.
 """
 
 import faulthandler
@@ -24,10 +24,10 @@ from typing import Any
 import psutil
 
 from ..distributed.signing import Fields
-from ..doctor.living import SIGNAL, Entry, LivingRank, remove_ended, runtime_folder
 from ..environment import job_marks, job_secret
 from .heartbeat import Heartbeat, stack_of
 from .rank_registry import RankRegistry, this_process
+from .stack_files import SIGNAL, Entry, RunningRank, remove_ended, runtime_folder
 
 __all__ = ["StackAnswers"]
 
@@ -75,7 +75,7 @@ class StackAnswers:
         with suppress(OSError, psutil.Error):  # a full disk must not stop the training
             remove_ended(folder)
             me = {key: value for key, value in this_process().items() if key in ("host", "space", "pid")}
-            rank = LivingRank(
+            rank = RunningRank(
                 root=self._root,
                 logs=self._logs,
                 job=_job(self._root, self._world_size),

@@ -15,8 +15,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
-
 from ..environment import ALL_FRAMES, shows_all_frames
 
 __all__ = [
@@ -34,7 +32,7 @@ _LIBRARIES = ("jsonargparse", "lightning", "lightning_fabric", "pytorch_lightnin
 _INSTALLED = tuple(f"{os.sep}{folder}{os.sep}" for folder in ("site-packages", "dist-packages"))
 _COMMANDS = ("polyphase", "torchrun")
 _SOURCES = Path(__file__).parents[2]
-_OURS = tuple(f"{_SOURCES / package}{os.sep}" for package in ("callbacks", "engine"))
+_OURS = tuple(f"{_SOURCES / package}{os.sep}" for package in ("callbacks", "doctor", "engine"))
 _PYTHON = f"{os.path.dirname(os.__file__)}{os.sep}"
 
 _FRAME = re.compile(r'(?P<indent>[ |]*)File "(?P<file>[^"]*)", line \d+, in .*')
@@ -52,6 +50,9 @@ class _Frame(NamedTuple):
 
 def shown(exception: BaseException) -> str:
     """Returns the traceback of `exception` for the terminal: short, unless the user has asked for all frames."""
+    # Not above: `polyphase stacks` looks at files of code, and needs no torch.
+    from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
+
     kind, trace = type(exception), exception.__traceback__
     if isinstance(
         exception, (ProcessExitedException, ProcessRaisedException)

@@ -40,7 +40,7 @@ def _build(folder):
 
 
 def _copy(folder):
-    for name in ("docs", "src", "engine", "callbacks", "models"):
+    for name in ("docs", "src", "engine", "callbacks", "doctor", "models"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("mkdocs.yml", "SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md"):
         shutil.copy(ROOT / name, folder / name)

@@ -20,10 +20,10 @@ else:
     tomllib = pytest.importorskip("tomli")
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("callbacks", "engine", "models")
+FOLDERS = ("callbacks", "doctor", "engine", "models")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SOURCES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
-PLAINLY_DESCRIBED = ("callbacks/**/*.py", "models/**/*.py", "engine/**/*.py")
+PLAINLY_DESCRIBED = tuple(f"{folder}/**/*.py" for folder in FOLDERS)
 """Files whose docstrings begin with the thing itself, not with its relation to another one."""
 
 
@@ -137,6 +137,19 @@ def test_the_engine_imports_neither_models_nor_callbacks_but_for_one_function():
         if name.startswith(("polyphase.models", "polyphase.callbacks"))
     }
     assert all(file == "default_callbacks.py" and inside and "callbacks" in name for file, name, inside in found), found
+
+
+def test_the_engine_never_imports_the_doctor():
+    """Not in a function either; the command names it in its table, and imports it when it is asked for."""
+    engine = [path for path in SOURCES if path.is_relative_to(ROOT / "engine")]
+    assert not [path.name for path in engine if any(name.startswith("polyphase.doctor") for name in names(path))]
+    assert [path.name for path in engine if "polyphase.doctor" in _texts(path)] == ["command.py"]
+
+
+def _texts(path: Path) -> str:
+    """The texts in a file's code, one a line: an import by name has one."""
+    nodes = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant))
+    return "\n".join(node.value for node in nodes if isinstance(node.value, str))
 
 
 @pytest.mark.parametrize("folder", ["strategies", "compression", "data", "loop", "checkpoint"])
@@ -304,10 +317,9 @@ VAGUE = {"each", "everyones", "found", "given", "here", "known", "mine", "ours",
 
 
 def test_no_variable_of_a_function_has_a_vague_name():
-    paths = [path for folder in ("engine", "callbacks", "models") for path in sorted((ROOT / folder).rglob("*.py"))]
     assert not {
         f"{path.relative_to(ROOT)}:{node.lineno}: {name}"
-        for path in paths
+        for path in SOURCES
         for function in ast.walk(ast.parse(path.read_text()))
         if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef))
         for node in ast.walk(function)

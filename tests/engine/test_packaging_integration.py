@@ -123,7 +123,7 @@ def test_the_source_distribution_has_what_its_tests_need(built):
 def test_the_wheel_has_all_modules_and_each_package_is_typed(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
-    folders = [(name, f"polyphase/{name}") for name in ("engine", "callbacks", "models")]
+    folders = [(name, f"polyphase/{name}") for name in ("engine", "callbacks", "doctor", "models")]
     for source, target in [("src/polyphase", "polyphase"), *folders]:
         modules = {f"{target}/{path.relative_to(ROOT / source).as_posix()}" for path in (ROOT / source).rglob("*.py")}
         assert modules | {f"{target}/py.typed"} <= names

@@ -10,9 +10,9 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
-from polyphase.callbacks import Doctor, LightDoctor, light_doctor
+from polyphase.callbacks import Doctor, LightDoctor
+from polyphase.doctor import judge, light, read_run
 from polyphase.engine import Engine
-from polyphase.engine.doctor import judge, read_run
 from tests.engine.tiny import QUIET
 
 from . import in_a_child, install
@@ -83,7 +83,7 @@ def test_phases_of_the_device_add_up_and_nothing_is_read(tmp_path: Path) -> None
 
 
 def _train_lightly(folder: Path) -> list[int]:
-    light_doctor.INTERVAL_STEPS, light_doctor.MEASURED_STEPS, light_doctor._UNEVEN = 8, 2, 1e9
+    light.INTERVAL_STEPS, light.MEASURED_STEPS, light._UNEVEN = 8, 2, 1e9
     return _train(folder, False, Slow(), LightDoctor(), logger=CSVLogger(folder))
 
 

@@ -16,7 +16,9 @@ from polyphase.engine._compat import lightning, torch
 from polyphase.engine._compat.attributes import ATTRIBUTES, OPTIONAL
 
 ROOT = Path(__file__).parents[3]
-SOURCES = [path for folder in ("engine", "callbacks", "models") for path in sorted((ROOT / folder).rglob("*.py"))]
+SOURCES = [
+    path for folder in ("engine", "callbacks", "doctor", "models") for path in sorted((ROOT / folder).rglob("*.py"))
+]
 COMPAT = ROOT / "engine" / "_compat"
 TREES = {path: ast.parse(path.read_text()) for path in SOURCES if COMPAT not in path.parents}
 DOCUMENTED = {"_asdict", "_current_frames", "_exit", "_fields", "_getframe", "_replace"}
@@ -140,7 +142,7 @@ import torch.distributed.rpc, torchmetrics, lightning.pytorch.loggers, torch.uti
 from tests.engine.compat.libraries import contents, replaced, rules_added
 
 before = contents()
-import polyphase.engine, polyphase.callbacks, polyphase.models
+import polyphase.engine, polyphase.callbacks, polyphase.doctor, polyphase.models
 from polyphase.engine import Engine, fit, read_weights
 for name in ("ddp", "dp", "zero1", "local_sgd", "fsdp", "tensor", "pipeline", "ps"):
     importlib.import_module(f"polyphase.engine.strategies.{name}")
