@@ -6,7 +6,6 @@ logs. A remedy that is a flag can be tried; a remedy that changes code can't.
 
 import dataclasses
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -47,8 +46,16 @@ _OURS = ("max_steps", "min_steps", "min_epochs", "max_time", "default_root_dir",
 """Flags for the length of a run and the folder that it writes to."""
 
 
+_WRONG_FLAGS = 2
+"""Exit code of the command where its flags are wrong: it says so at once, before it imports torch."""
+
+
 class RunError(RuntimeError):
     """The command itself failed."""
+
+
+class FlagsError(RunError):
+    """The command refused its flags; the message is the command's own."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,12 +124,9 @@ def main(words: Sequence[str]) -> int:
         _say(console, f"{steps} steps of: polyphase fit {' '.join(flags)}", "dim")
         verdict = measure(flags, steps)
         trials = _try_all(verdict, flags, steps, console) if tries else []
-    except RunError as error:
+    except (RunError, ValueError) as error:
         print(f"polyphase: error: {error}", file=sys.stderr)
-        return 1
-    except ValueError as error:
-        print(f"polyphase: error: {error}", file=sys.stderr)
-        return 2
+        return 2 if isinstance(error, (FlagsError, ValueError)) else 1
     if as_json:
         print(json.dumps({**verdict.plain(), "trials": [trial.plain() for trial in trials]}, indent=2))
     else:
@@ -151,7 +155,7 @@ def _parse(words: Sequence[str]) -> tuple[int, bool, bool, list[str]]:
 
 
 def _check(flags: Sequence[str]) -> None:
-    """Refuses flags that can't be used here, before any process starts."""
+    """Refuses flags that can't be used here, before any process starts; the command itself refuses others."""
     from polyphase.engine.environment import num_launched
 
     if num_launched() > 1:
@@ -160,10 +164,6 @@ def _check(flags: Sequence[str]) -> None:
     for name in _OURS:
         if name in names:
             raise ValueError(f"doctor fit decides for how long it runs and where it writes: leave out --{name}.")
-    from polyphase.engine.cli.check import check
-
-    sys.path[:0] = [] if os.getcwd() in sys.path else [os.getcwd()]
-    check("fit", flags)
 
 
 def measure(flags: Sequence[str], steps: int, environment: Mapping[str, str] | None = None) -> Verdict:
@@ -175,6 +175,7 @@ def measure(flags: Sequence[str], steps: int, environment: Mapping[str, str] | N
         environment: environment variables to set.
 
     Raises:
+        FlagsError: the command refused its flags.
         RunError: the run failed, or it had no step.
     """
     from polyphase.engine.environment import environment_with
@@ -193,6 +194,8 @@ def measure(flags: Sequence[str], steps: int, environment: Mapping[str, str] | N
             check=False,
         )
         output = "\n".join(done.stdout.rstrip().splitlines()[-_NUM_LINES:])
+        if done.returncode == _WRONG_FLAGS:
+            raise FlagsError(output.rpartition("polyphase: error: ")[2])
         if done.returncode != 0:
             raise RunError(f"the run ended with exit code {done.returncode}:\n{output}")
         try:
