@@ -19,32 +19,12 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
 from polyphase.callbacks import Doctor
-from polyphase.doctor.light import LightDoctor
 from polyphase.engine import Engine
 
 __all__ = ["FORMS", "Added", "added_us"]
 
 
-class _Measuring(LightDoctor):
-    """Measures each step."""
-
-    def _end_measured_part(self, trainer: Any) -> None:
-        """Does not pause."""
-
-
-class _Pausing(_Measuring):
-    """Pauses in each step."""
-
-    def _attach(self, trainer: Any) -> None:
-        super()._attach(trainer)
-        self._pause(trainer)
-
-    def _end_interval(self, trainer: Any) -> None:
-        super()._end_interval(trainer)
-        self._pause(trainer)
-
-
-FORMS = {"none": None, "light, a measured step": _Measuring, "light, another": _Pausing, "Doctor": Doctor}
+FORMS = {"none": None, "Doctor": Doctor}
 """The classes by form; that of ``"none"`` is away in both blocks, and shows what the method itself has for an error."""
 _SETTLING_STEPS, _BLOCK_STEPS = 4, 16
 _LOG_EVERY = 50

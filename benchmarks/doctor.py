@@ -243,15 +243,12 @@ def _row(name: str, value: str, outcomes: Sequence[Outcome]) -> dict[str, str]:
 
 
 def overhead(pairs: int) -> Table:
-    """What each form of the callback adds to a step, by pairs of blocks of steps with and without it, in one run."""
+    """What the callback adds to a step, by pairs of blocks of steps with and without it, in one run."""
     from _doctor_cost import FORMS, added_us
 
-    from polyphase.doctor.light import INTERVAL_STEPS, MEASURED_STEPS
-
-    rows, steps_us = [], {}
+    rows = []
     for form in FORMS:
         found = added_us(form, pairs)
-        steps_us[form] = statistics.median(found.pairs_us)
         row = {"form": form, "pairs": f"{len(found.on_us)}"}
         row["a step without it, us"] = f"{statistics.median(found.off_us):.0f}"
         row["added, us: median of the pairs"] = _interval(found.pairs_us)
@@ -261,12 +258,7 @@ def overhead(pairs: int) -> Table:
         row["added with a step's share of that, us"] = f"{found.all_us:.1f}"
         rows.append(row)
         print(f"  {row}", file=sys.stderr, flush=True)
-    share = MEASURED_STEPS / INTERVAL_STEPS
-    mean_us = share * steps_us["light, a measured step"] + (1 - share) * steps_us["light, another"]
-    title = (
-        "CPU time added to a step: linear layer, batch 4, one process, one thread, CSVLogger. The light form measures"
-        f" {MEASURED_STEPS} of {INTERVAL_STEPS} steps: {mean_us:.1f} us in the mean"
-    )
+    title = "CPU time added to a step: linear layer, batch 4, one process, one thread, CSVLogger"
     return Table(title=title, rows=rows)
 
 

@@ -14,14 +14,13 @@ from .throughput import ThroughputMonitor
 from .trace_profiler import TraceProfiler
 
 if TYPE_CHECKING:
-    from polyphase.doctor import Doctor, LightDoctor
+    from polyphase.doctor import Doctor
 
 __all__ = [
     "CommunicationMonitor",
     "ConsoleLogger",
     "Doctor",
     "GradientNormMonitor",
-    "LightDoctor",
     "MemoryMonitor",
     "ProgressBar",
     "ReplicaError",
@@ -36,9 +35,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Imports the doctor when one of its callbacks is first asked for: it is built on this package."""
-    if name in ("Doctor", "LightDoctor"):
-        import polyphase.doctor
+    """Imports the doctor when its callback is first asked for: it is built on this package."""
+    if name == "Doctor":
+        from polyphase.doctor import Doctor
 
-        return getattr(polyphase.doctor, name)
+        return Doctor
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -12,7 +12,6 @@ from .verdict import Verdict, judge
 
 if TYPE_CHECKING:
     from .callback import Doctor
-    from .light import LightDoctor
 
 __all__ = [
     "MAX_INTERVALS",
@@ -21,7 +20,6 @@ __all__ = [
     "Figures",
     "Finding",
     "Interval",
-    "LightDoctor",
     "RankInfo",
     "Run",
     "Verdict",
@@ -32,4 +30,4 @@ __all__ = [
     "write_rank",
 ]
 
-__getattr__ = import_on_access(__name__, {"Doctor": "callback", "LightDoctor": "light"})
+__getattr__ = import_on_access(__name__, {"Doctor": "callback"})

@@ -7,7 +7,6 @@ Phases of an interval's end, on all ranks:
 3. each rank appends a line to its own file, and rank 0 logs the mean shares.
 """
 
-import dataclasses
 import os
 import socket
 import time
@@ -38,9 +37,9 @@ from .records import Run, compact, write_rank
 from .verdict import judge
 from .watches import Watches
 
-__all__ = ["WARMUP_STEPS", "Doctor", "describe"]
+__all__ = ["Doctor"]
 
-WARMUP_STEPS = 3
+_WARMUP_STEPS = 3
 """Number of first optimizer steps that form a separate interval."""
 _INTERVAL_STEPS = 50
 """Optimizer steps between two records if `log_every_n_steps=0` turns logging off."""
@@ -70,9 +69,6 @@ class Doctor(Summarized):
         MisconfigurationException: at the start of `fit`, if the trainer is not an `Engine`, whose loops announce the
             phases.
     """
-
-    _writes_at_once = True
-    """Whether the file is created at the start of training, before the first interval."""
 
     def __init__(self, every_n_steps: int | None = None) -> None:
         self.every_n_steps = None if every_n_steps is None else positive_steps(every_n_steps, " (None: the trainer's)")
@@ -114,34 +110,15 @@ class Doctor(Summarized):
         self._folder = folder
         can = capabilities_of(trainer.strategy)
         self._may_gather = can.keeps_step
-        self._notes = Notes(folder if self._writes_at_once else None, self._describe(trainer))
+        self._notes = Notes(folder, _describe(trainer))
         self._first_step = self._step = self._noted_step = trainer.global_step
         self._run, self.last = None, {}
         self._every = self.every_n_steps or trainer.log_every_n_steps or _INTERVAL_STEPS
         self._marks_backward = trainer.world_size > 1 and not can.runs_own_schedule
         self._has_fillers = trainer.data_size > 1
         self._boards = Boards(trainer.loggers if trainer.is_global_zero else [], trainer.world_size)
-        self._watches = self._begin_watches(trainer)
+        self._watches = Watches(trainer)
         self._attach(trainer)
-
-    def _begin_watches(self, trainer: Any) -> Watches | None:
-        """Returns the measurements besides the clock; None for none."""
-        return Watches(trainer)
-
-    def _describe(self, trainer: Any) -> RankInfo:
-        device, dtype = trainer.strategy.root_device, dtype_of(trainer)
-        peak = peak_flops_per_s(device, dtype)
-        return dataclasses.replace(
-            describe(trainer),
-            device_name=device_name(device),
-            device_capacity_mb=None if (capacity := capacity_bytes(device)) is None else capacity / 1e6,
-            dtype=dtype,
-            peak_flops_per_s=peak,
-            operator_s=operator_s(device),
-            shm_capacity_mb=shm_capacity_mb(),
-            lr_interval_steps=lr_interval_steps(trainer),
-            unfused_optimizer=unfused_optimizer(trainer),
-        )
 
     def _attach(self, trainer: Any) -> None:
         clock = self._clock = make_clock(trainer.strategy.root_device)
@@ -181,7 +158,7 @@ class Doctor(Summarized):
         if self._watches is not None:
             self._watches.begin_batch(
                 is_filler=self._has_fillers and trainer.is_filler(batch_idx),
-                is_settled=self._step - self._first_step >= WARMUP_STEPS,
+                is_settled=self._step - self._first_step >= _WARMUP_STEPS,
                 ends_interval=(self._step + 1) % self._every == 0,
             )
 
@@ -221,7 +198,7 @@ class Doctor(Summarized):
         self._step_began = now
         every = self._every
         if self._noted_step == self._first_step:
-            if step - self._first_step >= WARMUP_STEPS:
+            if step - self._first_step >= _WARMUP_STEPS:
                 self._note(trainer, is_warmup=True)
         elif step // every != self._noted_step // every:
             self._note(trainer)
@@ -255,7 +232,7 @@ class Doctor(Summarized):
             is_warmup=is_warmup,
             slowest_step_s=self._slowest_step_s,
             steps=steps,
-            by_hook=self._slowest_hooks(measured.scale),
+            by_hook=slowest_hooks(clock.by_hook, {name: -seconds for name, seconds in self._hooks.items()}),
             num_saves=clock.num_saves - self._saves,
             num_batches=self._batches,
             num_fillers=self._fillers,
@@ -267,12 +244,6 @@ class Doctor(Summarized):
         self._notes.add(interval)
         self._noted_step = self._step
         self._begin()
-
-    def _slowest_hooks(self, scale: float) -> dict[str, float]:
-        """Returns the interval's seconds by hook, multiplied by `scale`."""
-        assert self._clock is not None
-        sums = slowest_hooks(self._clock.by_hook, {name: -seconds for name, seconds in self._hooks.items()})
-        return {name: scale * seconds for name, seconds in sums.items()}
 
     def _watched(self, trainer: Any, is_warmup: bool, is_last: bool) -> dict[str, Any]:
         """Returns the measurements, by the field names of an `Interval`."""
@@ -345,16 +316,21 @@ class Doctor(Summarized):
         return [*lines, *where]
 
 
-def describe(trainer: Any) -> RankInfo:
+def _describe(trainer: Any) -> RankInfo:
     """Returns the first line of this rank's file: where and how the rank runs."""
-    loader = trainer.train_dataloader
+    loader, device, dtype = trainer.train_dataloader, trainer.strategy.root_device, dtype_of(trainer)
     flag = trainer.flags.get("strategy")
     name = flag.partition(":")[0] if isinstance(flag, str) and flag != "auto" else repr(trainer.strategy).strip("'")
     return RankInfo(
         rank=trainer.global_rank,
         world_size=trainer.world_size,
         host=socket.gethostname(),
-        device=trainer.strategy.root_device.type,
+        device=device.type,
+        device_name=device_name(device),
+        device_capacity_mb=None if (capacity := capacity_bytes(device)) is None else capacity / 1e6,
+        dtype=dtype,
+        peak_flops_per_s=peak_flops_per_s(device, dtype),
+        operator_s=operator_s(device),
         strategy=split_launcher(name)[0] if trainer.world_size > 1 else "single",
         layout=dict(trainer.layout.axes),
         local_ranks=max(1, trainer.world_size // trainer.num_nodes),
@@ -363,6 +339,9 @@ def describe(trainer: Any) -> RankInfo:
         cpus=own_cpus(),
         num_workers=getattr(loader, "num_workers", None),
         pins_memory=getattr(loader, "pin_memory", None),
+        shm_capacity_mb=shm_capacity_mb(),
+        lr_interval_steps=lr_interval_steps(trainer),
+        unfused_optimizer=unfused_optimizer(trainer),
         accumulate_grad_batches=trainer.accumulate_grad_batches,
         compression=str(trainer.flags.get("compression") or "none"),
         loggers=[type(logger).__name__ for logger in trainer.loggers],

@@ -20,8 +20,6 @@ from polyphase.engine._compat.torch import _functional_collectives as functional
 from polyphase.engine.devices import module_of, wait_for
 from polyphase.engine.phases import (
     PHASES,
-    SEALED,
-    UNMEASURED,
     PhaseClock,
     counts_as_communication,
     exposed_s,
@@ -55,12 +53,10 @@ class Measured:
     """The measurements of a clock since they were last taken.
 
     Args:
-        seconds: by phase. The seconds of pauses are divided among the phases of steps, in proportion to the measured
-            seconds.
+        seconds: by phase.
         num_steps: optimizer steps that ended.
 
     Attributes:
-        scale: all seconds of steps divided by the measured seconds of steps; 1 without pauses.
         shortest: the shortest time that a rank was in collectives in each step, once waits are separated.
     """
 
@@ -68,7 +64,6 @@ class Measured:
     num_steps: int
 
     def __post_init__(self) -> None:
-        self.scale = _fill_pauses(self.seconds)
         self._by_rank = [self.seconds]
         self.shortest: list[float] = []
 
@@ -110,20 +105,6 @@ class Measured:
             phase: sum(seconds[phase] / wall for seconds, wall in zip(self._by_rank, walls, strict=True)) / len(walls)
             for phase in PHASES
         }
-
-
-def _fill_pauses(seconds: dict[str, float]) -> float:
-    """Divides the unmeasured seconds among the phases of steps; returns the factor by which these grew."""
-    unmeasured_s = seconds.pop(UNMEASURED, 0.0)
-    of_steps = [phase for phase in seconds if phase not in SEALED]
-    measured_s = sum(seconds[phase] for phase in of_steps)
-    if not measured_s:
-        seconds["engine"] += unmeasured_s
-        return 1.0
-    scale = 1.0 + unmeasured_s / measured_s
-    for phase in of_steps:
-        seconds[phase] *= scale
-    return scale
 
 
 class HostClock(PhaseClock):
@@ -192,7 +173,7 @@ class HostClock(PhaseClock):
         """
         now, before = self.read(), self._taken
         self._taken, num_steps, self._num_steps = now, self._num_steps, 0
-        return Measured({phase: now_s - before.get(phase, 0.0) for phase, now_s in now.items()}, num_steps)
+        return Measured({phase: now_s - before[phase] for phase, now_s in now.items()}, num_steps)
 
 
 class DeviceClock(HostClock):
@@ -276,8 +257,8 @@ class DeviceClock(HostClock):
                 self._in_step = dict.fromkeys(PHASES, 0.0)
                 continue
             took_s = self._last.elapsed_time(event) / 1e3
-            seconds[phase] = seconds.get(phase, 0.0) + took_s
-            self._in_step[phase] = self._in_step.get(phase, 0.0) + took_s
+            seconds[phase] += took_s
+            self._in_step[phase] += took_s
             self._spare.append(self._last)
             self._last = event
         del self._marks[:num_read]

@@ -22,7 +22,7 @@ __all__ = ["Comparison", "PhaseChange", "compare_command", "compare_runs"]
 _SAME = 0.02
 """Relative difference below which two runs count as equally fast."""
 _NOT_SETUP = {
-    *("schema", "rank", "started_at", "waits_are_told", "peak_flops_per_s", "flags", "versions", "lr_interval_steps"),
+    *("schema", "rank", "started_at", "peak_flops_per_s", "flags", "versions", "lr_interval_steps"),
     *("name", "default_root_dir", "resume"),
 }
 _MOVES: dict[str, tuple[str, ...]] = {

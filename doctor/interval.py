@@ -57,8 +57,6 @@ class RankInfo:
     """Interval of the learning-rate schedulers in optimizer steps; None without one, or for epochs."""
     unfused_optimizer: str | None = None
     """An optimizer that could step in one kernel and does not, such as ``"AdamW by foreach"``; None without one."""
-    waits_are_told: bool = True
-    """Whether waits for slower ranks were separated from communication during the run; False: later, by interval."""
     shm_capacity_mb: float | None = None
     """Size of the host's `/dev/shm`; None without one."""
     started_at: float = 0.0

@@ -22,7 +22,7 @@ class Notes:
 
     Args:
         folder: folder of the file ``rank_<r>.jsonl``; the file of an earlier run is renamed to
-            ``rank_<r>.jsonl.before``. None: nothing is written before `open`.
+            ``rank_<r>.jsonl.before``. None: nothing is written.
         info: information about this rank.
     """
 
@@ -31,15 +31,6 @@ class Notes:
         self.intervals: list[Interval] = []
         self._path: str | None = None
         self._file: TextIO | None = None
-        self.open(folder)
-
-    @property
-    def has_file(self) -> bool:
-        """Whether the intervals are written to a file."""
-        return self._path is not None
-
-    def open(self, folder: str | None) -> None:
-        """Opens the file in `folder` and writes all intervals so far; later ones follow. Does nothing for None."""
         if folder is not None:
             self._path = os.path.join(folder, f"rank_{self.info.rank}.jsonl")
             os.makedirs(folder, exist_ok=True)
@@ -56,12 +47,6 @@ class Notes:
         elif self._file is not None:
             self._file.write(f"{interval.line()}\n")
             self._file.flush()
-
-    def write(self, intervals: list[Interval]) -> None:
-        """Replaces the content of the file by `intervals`, and closes it."""
-        self.intervals = intervals
-        self._write_all()
-        self.close()
 
     def close(self) -> None:
         """Closes the file."""

@@ -205,7 +205,7 @@ def _parts(step: Mapping[str, float]) -> dict[str, float]:
 
 
 def _median_and_slowest(run: Run) -> list[tuple[str, dict[int, dict[str, float]]]]:
-    """Returns the two steps with their titles, by rank; without steps (the light form), means of two intervals."""
+    """Returns the two steps with their titles, by rank; without steps, means of two intervals."""
     noted: tuple[dict[int, dict[int, dict[str, float]]], ...] = ({}, {})
     for rank in _few(sorted(run.intervals)):
         for interval in run.intervals[rank]:

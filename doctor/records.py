@@ -8,13 +8,13 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import cache
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 from polyphase.engine.foreign import for_terminal, open_new, open_plain
-from polyphase.engine.phases import PHASES, exposed_s, tell_wait
+from polyphase.engine.phases import PHASES
 from polyphase.engine.typed import Range, problem
 
 from .interval import SCHEMA, Interval, RankInfo
@@ -80,35 +80,11 @@ class Run:
     ranks: dict[int, RankInfo]
     intervals: dict[int, list[Interval]]
 
-    def __post_init__(self) -> None:
-        if len(self.ranks) > 1 and not any(info.waits_are_told for info in self.ranks.values()):
-            self.intervals = _separate_waits(self.intervals)
-
     @property
     def missing(self) -> list[int]:
         """Ranks without records here; their files may be on other hosts."""
         sizes = [info.world_size for info in self.ranks.values()]
         return [rank for rank in range(max(sizes, default=0)) if rank not in self.ranks]
-
-
-def _separate_waits(by_rank: Mapping[int, list[Interval]]) -> dict[int, list[Interval]]:
-    """Separates waits from communication and bubbles: a rank's time beyond the shortest of all ranks is a wait.
-
-    This is done by interval, for intervals that all ranks have. If different ranks are slow in turn, it finds less
-    waiting than a separation by step.
-    """
-    least: dict[int, list[float]] = {}
-    for intervals in by_rank.values():
-        for interval in intervals:
-            least.setdefault(interval.step, []).append(exposed_s(interval.seconds))
-    shortest = {step: min(values) for step, values in least.items() if len(values) == len(by_rank)}
-
-    def separated(interval: Interval) -> Interval:
-        exposed = exposed_s(interval.seconds)
-        waited = exposed - shortest.get(interval.step, exposed)
-        return dataclasses.replace(interval, seconds=tell_wait(interval.seconds, waited))
-
-    return {rank: [separated(interval) for interval in intervals] for rank, intervals in by_rank.items()}
 
 
 def write_rank(path: str, info: RankInfo, intervals: Iterable[Interval]) -> None:

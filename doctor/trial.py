@@ -54,10 +54,6 @@ class RunError(RuntimeError):
     """The command itself failed."""
 
 
-class FlagsError(RunError):
-    """The command refused its flags; the message is the command's own."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Remedy:
     """Changes to a command.
@@ -124,9 +120,12 @@ def main(words: Sequence[str]) -> int:
         _say(console, f"{steps} steps of: polyphase fit {' '.join(flags)}", "dim")
         verdict = measure(flags, steps)
         trials = _try_all(verdict, flags, steps, console) if tries else []
-    except (RunError, ValueError) as error:
+    except RunError as error:
         print(f"polyphase: error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, (FlagsError, ValueError)) else 1
+        return 1
+    except ValueError as error:
+        print(f"polyphase: error: {error}", file=sys.stderr)
+        return 2
     if as_json:
         print(json.dumps({**verdict.plain(), "trials": [trial.plain() for trial in trials]}, indent=2))
     else:
@@ -175,8 +174,8 @@ def measure(flags: Sequence[str], steps: int, environment: Mapping[str, str] | N
         environment: environment variables to set.
 
     Raises:
-        FlagsError: the command refused its flags.
         RunError: the run failed, or it had no step.
+        ValueError: the command refused its flags; the message is its own.
     """
     from polyphase.engine.environment import environment_with
 
@@ -195,7 +194,7 @@ def measure(flags: Sequence[str], steps: int, environment: Mapping[str, str] | N
         )
         output = "\n".join(done.stdout.rstrip().splitlines()[-_NUM_LINES:])
         if done.returncode == _WRONG_FLAGS:
-            raise FlagsError(output.rpartition("polyphase: error: ")[2])
+            raise ValueError(output.rpartition("polyphase: error: ")[2])
         if done.returncode != 0:
             raise RunError(f"the run ended with exit code {done.returncode}:\n{output}")
         try:
@@ -243,7 +242,7 @@ def _try_all(verdict: Verdict, flags: list[str], steps: int, console: Console) -
             try:
                 after = measure([*flags, *remedy.words], steps, remedy.environment)
                 trial = dataclasses.replace(trial, after_s=after.figures.step_s)
-            except RunError as error:
+            except (RunError, ValueError) as error:
                 trial = dataclasses.replace(trial, error=str(error).splitlines()[-1])
         trials.append(trial)
     return trials

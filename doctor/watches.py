@@ -1,7 +1,7 @@
 """The measurements of `Doctor` besides its clock: batches, operators, gradients, CPU, memory and links between ranks.
 
-`LightDoctor` has none of them. Each of them samples some batches, or measures once at the end of an interval. The rates
-of an all-reduce and of the links are measured once, at the end of training, if communication took long.
+Each of them samples some batches, or measures once at the end of an interval. The rates of an all-reduce and of the
+links are measured once, at the end of training, if communication took long.
 """
 
 import os

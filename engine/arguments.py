@@ -63,7 +63,6 @@ class Arguments(TypedDict, total=False):
     seed_samples: bool
     name: str | None
     enable_run_summary: bool | None
-    enable_doctor: bool | None
     global_batch_size: int | None
     micro_batch_size: int | Literal["auto"] | None
     logger: Logger | Iterable[Logger] | bool | None

@@ -100,9 +100,6 @@ class EngineConfig:
     """Whether a progress bar is added where there is none; None: yes."""
     enable_run_summary: bool | None = None
     """Whether a line about the run is printed; None: unless the run is silent."""
-    enable_doctor: bool | None = None
-    """Whether the time of each rank is watched, and its largest cost named at the end; None: on CPUs, unless the run is
-    silent."""
     barebones: bool = False
     """Whether everything that costs time is left out."""
 

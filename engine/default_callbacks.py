@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import ProgressBar
 from .config import EngineConfig
 from .loop import CompileSteps
 
-__all__ = ["default_doctor", "default_run_summary", "with_defaults"]
+__all__ = ["default_run_summary", "with_defaults"]
 
 
 def with_defaults(
@@ -42,22 +42,6 @@ def default_run_summary(config: EngineConfig, callbacks: Sequence[Callback]) -> 
     return _run_summary() if is_wanted and not has_one else None
 
 
-def default_doctor(config: EngineConfig, callbacks: Sequence[Callback], *, is_on_cpu: bool) -> Callback | None:
-    """Returns the doctor of a run; None if the flags turn it off, or the user has passed one.
-
-    Args:
-        config: the flags.
-        callbacks: the user's.
-        is_on_cpu: whether the run computes on CPUs. What it costs on accelerators was not measured: there it is on by
-            the flag alone.
-    """
-    is_wanted = config.enable_doctor
-    if is_wanted is None:
-        is_wanted = is_on_cpu and not config.is_silent and not config.trainer.get("fast_dev_run")
-    has_one = any(hasattr(callback, "notes_folder") for callback in callbacks)
-    return _light_doctor() if is_wanted and not has_one else None
-
-
 def _progress_bar() -> Callback:
     from polyphase.callbacks import default_progress_bar
 
@@ -74,9 +58,3 @@ def _run_summary() -> Callback:
     from polyphase.callbacks import RunSummary
 
     return RunSummary()
-
-
-def _light_doctor() -> Callback:
-    from polyphase.callbacks import LightDoctor
-
-    return LightDoctor()

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.accelerators import Accelerator, CPUAccelerator
+from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import Strategy
@@ -46,7 +46,7 @@ from .comm_benchmark import NUM_STEPS, ReportWriter, WireReport
 from .compression import COMM_HOOKS, make_comm_hook
 from .config import EngineConfig
 from .data import check_batch_sizes, check_loader
-from .default_callbacks import default_doctor, default_run_summary, with_defaults
+from .default_callbacks import default_run_summary, with_defaults
 from .errors import RefusedError, check_checkpoint, check_nodes, check_writable, refusing
 from .flags import Layout, check_count, choose
 from .initialization.materialize import check_shapes
@@ -88,7 +88,7 @@ _A_FEW_STEPS = {
 _OURS = frozenset(Arguments.__annotations__) - frozenset(inspect.signature(Trainer).parameters)
 """Arguments that `Trainer` does not have."""
 
-_SILENT = {"name": None, "enable_run_summary": False, "enable_doctor": False, "check_first_steps": False}
+_SILENT = {"name": None, "enable_run_summary": False, "check_first_steps": False}
 """Arguments that `Trainer` does not have, of a run that leaves nothing behind."""
 
 _DISTRIBUTION_FLAGS = _OURS | {
@@ -152,9 +152,6 @@ class Engine(TrainerBase):
         name: name of the folder of the default logger, instead of ``version_0``; a name in use gets a number.
         enable_run_summary: print one line about the run when training begins, and the places of its results at the end.
             None: unless `barebones`, or neither a logger nor a progress bar is wanted.
-        enable_doctor: add a `LightDoctor` if there is no `Doctor`: it measures where the time of each rank goes, and at
-            the end prints the causes of lost time, the seconds that they cost, and remedies. None: on CPUs, unless
-            `barebones`, `fast_dev_run`, or neither a logger nor a progress bar is wanted.
         global_batch_size: samples of each optimizer step, over all ranks and micro-batches, whatever their number; the
             accumulation follows from it. None: the DataLoader's ``batch_size`` x ranks x `accumulate_grad_batches`.
         micro_batch_size: largest number of these samples that a rank processes at once. None: the DataLoader's
@@ -231,7 +228,6 @@ class Engine(TrainerBase):
         seed_samples: bool = False,
         name: str | None = None,
         enable_run_summary: bool | None = None,
-        enable_doctor: bool | None = None,
         global_batch_size: int | None = None,
         micro_batch_size: int | Literal["auto"] | None = None,
         logger: Logger | Iterable[Logger] | bool | None = None,
@@ -288,9 +284,7 @@ class Engine(TrainerBase):
         )
         use_own_device(self, config.strategy)
         self._save_memory(config, compiles=mode is not None)
-        summary = default_run_summary(config, users)
-        doctor = default_doctor(config, users, is_on_cpu=isinstance(self.accelerator, CPUAccelerator))
-        install_loops(self, config, watch, default_bar, summary, doctor)
+        install_loops(self, config, watch, default_bar, default_run_summary(config, users))
         check_cuda_graphs(mode, self.layout)
         self._check_batches(config)
 

@@ -321,6 +321,9 @@ ARGUMENTS: Mapping[str, Mapping[str, str]] = {
         "weights_save_path": "default_root_dir",
         "weights_summary": "enable_model_summary",
     },
+    "Polyphase, earlier": {
+        "enable_doctor": "callbacks=[Doctor()]",
+    },
     "Keras and Composer": {
         "grad_accum": "accumulate_grad_batches",
         "max_duration": "max_epochs",
@@ -402,8 +405,9 @@ def _meaning(kind: str, word: str) -> str | None:
 
 def as_flag(target: str) -> str:
     """``precision='16-mixed'`` -> ``--precision 16-mixed``; what is no flag stays as it is."""
-    callback = re.fullmatch(r"callbacks=\[(\w+)\((\w+)=(\w+)\)\]", target)
+    callback = re.fullmatch(r"callbacks=\[(\w+)\((?:(\w+)=(\w+))?\)\]", target)
     if callback:
-        return "--callbacks+={} --callbacks.{} {}".format(*callback.groups())
+        name, argument, value = callback.groups()
+        return f"--callbacks+={name}{f' --callbacks.{argument} {value}' if argument else ''}"
     flag = re.fullmatch(r"([a-z]\w*)(?:='(.*)'|\(\.\.\.\))?", target)
     return target if flag is None else f"--{flag[1]}{f' {flag[2]}' if flag[2] else ''}"

@@ -16,8 +16,6 @@ from typing import Any, ParamSpec, TypeVar
 __all__ = [
     "EXPOSED",
     "PHASES",
-    "SEALED",
-    "UNMEASURED",
     "PhaseClock",
     "counts_as_communication",
     "exposed_s",
@@ -49,12 +47,6 @@ PHASES = {
 
 EXPOSED = ("bubble", "communication")
 """The phases that may include waits for slower ranks; the phase with the longest waits is first."""
-
-SEALED = ("checkpoint", "validation")
-"""The phases that are measured even while a clock pauses: rare parts of a run, each announced as a whole."""
-
-UNMEASURED = "unmeasured"
-"""Key, in place of a phase, of the time in which a clock pauses, without the sealed phases in this time."""
 
 _ANNOUNCED = {
     "fetch": "data_wait",
@@ -89,7 +81,7 @@ class PhaseClock:
     Attributes:
         now: the clock, in seconds.
         note: appends to the notes: first an activity, then the time at which it begins.
-        is_open: whether activities are entered; False within a sealed phase, and in a pause.
+        is_open: whether activities are entered; False within a sealed phase.
         num_saves: how often the phase "checkpoint" was entered.
     """
 
@@ -119,11 +111,10 @@ class PhaseClock:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """The seconds by phase, up to the last change; those of pauses are `UNMEASURED`."""
+        """The seconds by phase, up to the last change."""
         seconds = dict.fromkeys(PHASES, 0.0)
         for activity, sum_s in self.sums().items():
-            phase = phase_of_activity(activity)
-            seconds[phase] = seconds.get(phase, 0.0) + sum_s
+            seconds[phase_of_activity(activity)] += sum_s
         return seconds
 
     @property
@@ -155,16 +146,6 @@ class PhaseClock:
         finally:
             self.is_open = was_open
             self._change(outer)
-
-    def pause(self) -> None:
-        """Measures only sealed parts until `resume`."""
-        self._change(UNMEASURED)
-        self.is_open = False
-
-    def resume(self) -> None:
-        """Ends the pause."""
-        self.is_open = True
-        self._change("engine")
 
     def read(self) -> dict[str, float]:
         """Returns the seconds by phase up to this moment."""
@@ -218,7 +199,7 @@ def _add_up(activities: list[str], began: list[float], sums: dict[str, float]) -
 
 def phase_of_activity(activity: str) -> str:
     """The phase that an activity belongs to: ``"fetch"`` -> ``"data_wait"``, a hook's -> ``"callbacks"``."""
-    if activity in PHASES or activity == UNMEASURED:
+    if activity in PHASES:
         return activity
     return "callbacks" if "." in activity else _ANNOUNCED.get(activity, "engine")
 

@@ -188,7 +188,6 @@ ENGINE_FLAGS = (
     FlagRow("overfit_batches", "number", "train and validate on these few batches alone", "0.0", "2"),
     FlagRow("num_sanity_val_steps", "int", "validation batches before training", "2", "0"),
     FlagRow("enable_run_summary", "bool", "print what the run is, and where its results are", "true", "false"),
-    FlagRow("enable_doctor", "bool", "say which cause has cost seconds, and what mends it", "true", "false"),
     FlagRow("enable_model_summary", "bool", "print the layers before training", "true", "false"),
     FlagRow("benchmark", "bool", "let cuDNN search for the fastest algorithms", "none", "true"),
     FlagRow("inference_mode", "bool", "evaluate under torch.inference_mode, else no_grad", "true", "false"),

@@ -91,7 +91,6 @@ class TrainerBase(Trainer):
     config: EngineConfig
     """The arguments of the engine's constructor."""
     _run_summary: Callback | None = None
-    _doctor: Callback | None = None
     _ended_by: BaseException | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -126,13 +125,10 @@ class TrainerBase(Trainer):
         return results
 
     def add_run_summary(self) -> None:
-        """Adds the run summary and the doctor to the user's callbacks; `_end_run` removes them."""
+        """Adds the run summary to the user's callbacks; `_end_run` removes it."""
         callbacks: list[Callback] = self.callbacks  # type: ignore[attr-defined]
         if self._run_summary is not None and self._run_summary not in callbacks:
             callbacks.append(self._run_summary)
-        # The module may have added another one.
-        if self._doctor is not None and not any(hasattr(callback, "notes_folder") for callback in callbacks):
-            callbacks.append(self._doctor)
 
     def _end_run(self, exception: BaseException | None) -> None:
         """Calls the callbacks' hook `on_run_end`, after all other hooks and saves of the run."""
@@ -140,7 +136,7 @@ class TrainerBase(Trainer):
         for callback in dict.fromkeys([*callbacks, self._run_summary]):
             if (on_run_end := getattr(callback, "on_run_end", None)) is not None:
                 on_run_end(self, self.lightning_module, exception)
-        callbacks[:] = [callback for callback in callbacks if callback not in (self._run_summary, self._doctor)]
+        callbacks[:] = [callback for callback in callbacks if callback is not self._run_summary]
 
     def _run_watched(self, *args: Any, **kwargs: Any) -> Any:
         checkpoints: CheckpointConnector = self._checkpoint_connector  # type: ignore[assignment]
@@ -343,7 +339,6 @@ def install_loops(
     watch: NonFiniteWatch,
     default_bar: Callback | None,
     run_summary: Callback | None,
-    doctor: Callback | None,
 ) -> None:
     """Replaces parts of Lightning in a trainer that has not run; these parts have no state yet.
 
@@ -353,12 +348,11 @@ def install_loops(
         watch: checks each loss and gradient norm.
         default_bar: the default progress bar; None for none.
         run_summary: a callback that is added during each run; None for none.
-        doctor: another such callback.
     """
     trainer.heartbeat = Heartbeat(trainer)
     trainer.steering = Steering(trainer)
     trainer.hang_timeout_s = config.hang_timeout_s
-    trainer._run_summary, trainer._doctor = run_summary, doctor
+    trainer._run_summary = run_summary
     # Lightning: private attributes that Trainer.__init__ sets.
     trainer._callback_connector = CallbackConnector(trainer, default_bar)
     _install_loggers(trainer, config)

@@ -57,25 +57,19 @@ class Heartbeat:
         backward), ``"optimizer"``, ``"log"``, ``"batch"`` (around these), ``"validate"``, ``"save"``, ...: set by the
         loops."""
         self._thread = 0
-        self._paused: PhaseClock | None = None
         self.positions_of_all: Callable[[], dict[int, dict[str, Any]]] | None = None
         """Returns the positions of all ranks that are known here, by rank; None while no watchdog runs."""
 
     def __getstate__(self) -> dict[str, Any]:
         # A copied trainer takes part in no run.
-        return {**vars(self), "positions_of_all": None, "clock": None, "_paused": None}
+        return {**vars(self), "positions_of_all": None, "clock": None}
 
-    def listen(self, clock: PhaseClock | None, *, is_paused: bool = False) -> None:
-        """Announces each phase to `clock` from now on; None: to no clock.
-
-        Args:
-            clock: measures the phases.
-            is_paused: announce only the parts that `within` has, such as a validation or a save.
-        """
+    def listen(self, clock: PhaseClock | None) -> None:
+        """Announces each phase to `clock` from now on; None: to no clock."""
         phase = self.phase
-        self.clock, self._paused = (None, clock) if is_paused else (clock, None)
+        self.clock = clock
         # Another class, so that assigning a phase costs nothing more while no clock listens.
-        if clock is None or is_paused:
+        if clock is None:
             self.__class__ = Heartbeat
         else:
             self.__class__ = _Noting if type(clock).enter is PhaseClock.enter else _Announcing
@@ -89,7 +83,7 @@ class Heartbeat:
     @contextmanager
     def within(self, phase: str) -> Iterator[None]:
         """Context manager around a phase that is a part of another one; a clock counts all within it as this one."""
-        clock = self._paused if self.clock is None else self.clock
+        clock = self.clock
         with nullcontext() if clock is None else clock.sealed(phase):
             outer, self.phase = self.phase, phase
             try:

@@ -14,7 +14,6 @@ from polyphase.callbacks import (
     ConsoleLogger,
     Doctor,
     GradientNormMonitor,
-    LightDoctor,
     MemoryMonitor,
     ProgressBar,
     ReplicaGuard,
@@ -35,7 +34,6 @@ MAKE: dict[str, Callable[[Path], Callback]] = {
     "ConsoleLogger": lambda folder: ConsoleLogger(every_n_steps=1),
     "Doctor": lambda folder: Doctor(every_n_steps=1),
     "GradientNormMonitor": lambda folder: GradientNormMonitor(every_n_steps=1),
-    "LightDoctor": lambda folder: LightDoctor(),
     "MemoryMonitor": lambda folder: MemoryMonitor(every_n_steps=1),
     "ProgressBar": lambda folder: ProgressBar(refresh_rate=1),
     "ReplicaGuard": lambda folder: ReplicaGuard(),
@@ -105,7 +103,7 @@ def test_it_trains_saves_and_resumes(name, tmp_path):
 def test_all_of_them_together_on_two_ranks(tmp_path):
     def run(folder: Path, **flags: Any) -> dict[str, Any]:
         torch.manual_seed(5)
-        made = [make(folder) for name, make in MAKE.items() if name not in (*BARS, "LightDoctor")]
+        made = [make(folder) for name, make in MAKE.items() if name not in BARS]
         saving = Saves(tmp_path / "both.ckpt", SAVED)
         weights, _ = train(folder, *made, saving, strategy="ddp_fork", devices=2, **flags)
         return weights

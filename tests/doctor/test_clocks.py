@@ -29,14 +29,6 @@ def test_no_more_is_told_than_there_was():
     assert (mine["communication"], mine["waiting"]) == (0.0, 0.1)
 
 
-def test_what_a_pause_has_is_divided_as_the_measured_steps_are():
-    measured = Measured(seconds(compute=3.0, data_wait=1.0, validation=5.0, checkpoint=2.0, unmeasured=12.0), 8)
-    assert measured.scale == 4.0
-    assert measured.seconds == seconds(compute=12.0, data_wait=4.0, validation=5.0, checkpoint=2.0)
-    unmeasured = Measured(seconds(validation=5.0, unmeasured=12.0), 8)
-    assert (unmeasured.scale, unmeasured.seconds) == (1.0, seconds(validation=5.0, engine=12.0))
-
-
 def test_a_host_gives_each_step_its_communication():
     clock = HostClock()
     for _ in range(3):
@@ -153,22 +145,6 @@ def test_a_device_is_read_as_far_as_it_is(clock):
     assert (second.num_steps, clock.by_step) == (1, [0.5, 0.5, 0.5])
     assert second.seconds["compute"] + first.seconds["compute"] == 3.0
     assert sum(second.seconds.values()) + sum(first.seconds.values()) == 4.5
-
-
-def test_a_pause_on_a_device(clock):
-    clock.enter("compute")
-    Event.now += 1.0
-    clock.pause()
-    Event.now += 2.0
-    clock.enter("communication")
-    Event.now += 3.0
-    with clock.sealed("validation"):
-        Event.now += 7.0
-    clock.resume()
-    clock.enter("compute")
-    Event.now += 4.0
-    measured = clock.take()
-    assert (measured.seconds["compute"], measured.seconds["validation"], measured.scale) == (10.0, 7.0, 2.0)
 
 
 def test_steps_that_the_device_has_not_done_are_forgotten_with_the_others(clock):

@@ -8,7 +8,6 @@ import pytest
 
 from polyphase.engine.phases import (
     PHASES,
-    UNMEASURED,
     PhaseClock,
     counts_as_communication,
     exposed_s,
@@ -96,24 +95,6 @@ def test_a_hooks_time_is_without_the_save_and_the_wait_in_it(clock, time):
     assert clock.by_hook == {"Mine.on_train_batch_end": 1.0}
     assert spent(clock) == {"callbacks": 1.0, "checkpoint": 10.0, "communication": 20.0}
     assert clock.phase == "engine"
-
-
-def test_a_pause_has_nothing_but_the_saves_and_validations_in_it(clock, time):
-    clock.enter("train")
-    time.now += 1
-    clock.pause()
-    clock.enter("fetch")
-    time.now += 2
-    with clock.sealed("save"):
-        time.now += 4
-    clock.enter("Mine.on_train_batch_end")
-    time.now += 8
-    clock.resume()
-    time.now += 16
-    clock.enter("train")
-    time.now += 32
-    assert spent(clock) == {"compute": 33.0, UNMEASURED: 10.0, "checkpoint": 4.0, "engine": 16.0}
-    assert clock.by_hook == {}
 
 
 def test_waits_are_told_to_the_innermost_clock_in_its_thread_only(clock, time):

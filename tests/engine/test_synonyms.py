@@ -35,7 +35,7 @@ def test_an_argument_of_another_tool_is_answered_with_ours(word):
 def test_what_it_is_answered_with_is_right(word):
     flag = as_flag(WORDS[word])
     assert re.match(r"--|DataLoader\(|configure_optimizers\(\) |fit\(", flag)
-    if flag.startswith("--") and " " in flag:
+    if flag.startswith("--") and (" " in flag or "=" in flag):
         check("fit", [*RUN, *flag.split()])
     elif flag.startswith("--"):
         assert flag.removeprefix("--") in {row.name for row in flags_of("fit")}

@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
-from polyphase.callbacks import Doctor, LightDoctor
-from polyphase.doctor import judge, light, read_run
+from polyphase.callbacks import Doctor
+from polyphase.doctor import judge, read_run
 from polyphase.engine import Engine
 from tests.engine.tiny import QUIET
 
@@ -80,22 +79,6 @@ def test_phases_of_the_device_add_up_and_nothing_is_read(tmp_path: Path) -> None
     assert more <= ends, (without, reads)
     assert {interval.padding for interval in run.intervals[0]} <= {None, 0.25}
     assert any(interval.padding == 0.25 for interval in run.intervals[0])
-
-
-def _train_lightly(folder: Path) -> list[int]:
-    light.INTERVAL_STEPS, light.MEASURED_STEPS, light._UNEVEN = 8, 2, 1e9
-    return _train(folder, False, Slow(), LightDoctor(), logger=CSVLogger(folder))
-
-
-def test_pauses_of_the_light_form_are_counted_as_the_measured_steps(tmp_path: Path) -> None:
-    reads = in_a_child(_train_lightly, tmp_path)
-    run = read_run(str(tmp_path / "lightning_logs" / "version_0"))
-    assert [interval.num_steps for interval in run.intervals[0]] == [3, 8, 8, 5]
-    for interval in run.intervals[0]:
-        assert sum(interval.seconds.values()) == pytest.approx(interval.wall_s, rel=0.01)
-    assert sum(interval.seconds["callbacks"] for interval in run.intervals[0]) >= 0.9 * STEPS * PAUSE_S
-    assert judge(run).findings[0].cause == "slow_callback"
-    assert not any(reads[1:]), f"nothing is read, at the end of an interval either: {reads}"
 
 
 def test_a_read_in_the_step_is_found_by_its_line(tmp_path: Path) -> None:
