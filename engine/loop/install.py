@@ -53,6 +53,7 @@ from .noise import allow_nonempty_folder, quiet
 from .out_of_memory import OutOfMemory
 from .prediction import PredictionLoop
 from .runs import checked, log_later_error, reports_uncaught
+from .several_optimizers import allowing_several_optimizers
 from .training import TrainingEpochLoop
 
 __all__ = ["TrainerBase", "defaults_from_environment", "install_loops"]
@@ -111,7 +112,13 @@ class TrainerBase(Trainer):
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         self._ended_by = None
         try:
-            with quiet(), logging_run_parameters(), keeping_interface(), _restoring_loader_classes():
+            with (
+                quiet(),
+                logging_run_parameters(),
+                keeping_interface(),
+                _restoring_loader_classes(),
+                allowing_several_optimizers(self),
+            ):
                 results = self._run_watched(*args, **kwargs)
         except BaseException as exception:
             self._ended_by = exception

@@ -23,7 +23,6 @@ import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from ..data import Samples
 from ..devices import multiply
@@ -168,8 +167,8 @@ class LossWeighting:
         # The mean over no elements is NaN.
         return loss.masked_fill(own_weight == 0, 0.0) * (own_weight * self._num_ranks / self._estimate)
 
-    def correct(self, optimizer: Optimizer) -> None:
-        """Corrects the gradients after the last backward of a step, from the estimate of T to T."""
+    def correct(self) -> None:
+        """Corrects the gradients of the optimizers after the last backward of a step, from the estimate of T to T."""
         if self._estimate is None or (self._is_known and not self._is_summed):
             return
         if self._samples:
@@ -177,7 +176,8 @@ class LossWeighting:
         else:
             total = (self._total or self._begin_sum(self._weights_of_step, needs_device=True))()
             factor = torch.where(total > 0, (self._num_ranks if self._is_summed else self._estimate) / total, 1.0)
-        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        groups = [group for optimizer in self._trainer.strategy.optimizers for group in optimizer.param_groups]
+        gradients = [p.grad for group in groups for p in group["params"] if p.grad is not None]
         multiply((g.to_local() if isinstance(g, DTensor) else g for g in gradients), factor)
 
     @property

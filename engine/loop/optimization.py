@@ -6,7 +6,7 @@ are too small by that factor, and a short batch counts for as much as a full one
 
 from collections import OrderedDict
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .._compat.lightning import _AutomaticOptimization
+from ..precision.plugins import stepping_together
 from ..reliability.nonfinite import NonFiniteWatch
 from ..strategies import capabilities_of, without_sync
 from ..strategies.step_guard import StepGuard
@@ -24,6 +25,7 @@ from .hooks import Hooks
 from .loss_weighting import LossWeighting
 from .out_of_memory import OutOfMemory
 from .padding_batch import beside_fillers
+from .several_optimizers import SharedClosure
 from .shortcuts import Shortcuts
 from .transfer import Transfer
 
@@ -100,7 +102,10 @@ class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpoc
             num_steps = steps.total.completed
             steps.total.ready += 1
             steps.current.ready += 1
-            shortcuts.optimizer_step(batch_idx, optimizer, closure)
+            if len(hooks.strategy.optimizers) == 1:
+                shortcuts.optimizer_step(batch_idx, optimizer, closure)
+            else:
+                self._step_together(batch_idx, closure)
             steps.total.completed += 1
             steps.current.completed += 1
             self._observe_norm(hooks.precision, num_steps)
@@ -146,7 +151,6 @@ class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpoc
         self,
         in_hook: Callable[..., Any],
         arguments: tuple[Any, ...],
-        optimizer: Optimizer,
         batch_idx: int,
         ends_window: bool,
     ) -> ClosureResult:
@@ -155,7 +159,6 @@ class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpoc
         Args:
             in_hook: calls a function; meanwhile `self.log` acts as if it were called in the hook of the given name.
             arguments: arguments of `training_step`.
-            optimizer: the optimizer of the parameters.
             batch_idx: index of the batch within the epoch.
             ends_window: whether the optimizer steps after this batch.
         """
@@ -181,7 +184,7 @@ class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpoc
         trainer.precision_plugin.post_backward(loss, trainer.lightning_module)
         strategy.post_backward(loss)
         if ends_window:
-            self.loss_weighting.correct(optimizer)
+            self.loss_weighting.correct()
         self.has_loss = True
         self._note(loss)
         return ClosureResult(loss)
@@ -209,15 +212,40 @@ class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpoc
             if zero_grad is not None:
                 zero_grad()
             ends_window = not self.trainer.fit_loop._should_accumulate()
-            return self.run_schedule(hooks.in_hook, tuple(kwargs.values()), optimizer, batch_idx, ends_window)
+            return self.run_schedule(hooks.in_hook, tuple(kwargs.values()), batch_idx, ends_window)
 
         return Closure(step_fn=step)
 
     def _optimizer_step(self, batch_idx: int, train_step_and_backward_closure: Callable[[], Tensor | None]) -> None:
         # Lightning: _AutomaticOptimization._optimizer_step
         step = self.trainer.global_step
-        super()._optimizer_step(batch_idx, train_step_and_backward_closure)
+        if len(self.trainer.optimizers) == 1:
+            super()._optimizer_step(batch_idx, train_step_and_backward_closure)
+        else:
+            self.optim_progress.optimizer.step.increment_ready()
+            self._step_together(batch_idx, train_step_and_backward_closure)
+            self.optim_progress.optimizer.step.increment_completed()
         self._observe_norm(self.trainer.precision_plugin, step)
+
+    def _step_together(self, batch_idx: int, closure: Callable[[], Tensor | None]) -> None:
+        """Steps several optimizers on one loss: see `several_optimizers.py`."""
+        trainer = self.trainer
+        shared, epoch = SharedClosure(closure), trainer.current_epoch
+        with stepping_together(trainer):
+            for wrapped in trainer.strategy._lightning_optimizers:
+                own = partial(shared, wrapped.optimizer)
+                call._call_lightning_module_hook(trainer, "optimizer_step", epoch, batch_idx, wrapped, own)
+
+    def _make_zero_grad_fn(self, batch_idx: int, optimizer: Optimizer) -> Callable[[], None] | None:
+        # Lightning: _AutomaticOptimization._make_zero_grad_fn, of one optimizer
+        make = super()._make_zero_grad_fn
+        of_each = [zero for one in self.trainer.optimizers if (zero := make(batch_idx, one)) is not None]
+
+        def zero_all() -> None:
+            for zero in of_each:
+                zero()
+
+        return zero_all if of_each else None
 
     def _observe_norm(self, plugin: Any, step: int) -> None:
         norm = getattr(plugin, "grad_norm", None)
@@ -233,7 +261,7 @@ class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpoc
         def backward_and_correct(loss: Tensor) -> None:
             backward(loss)
             if not self.trainer.fit_loop._should_accumulate():
-                self.loss_weighting.correct(optimizer)
+                self.loss_weighting.correct()
 
         return backward_and_correct
 
@@ -331,7 +359,7 @@ class _MicroBatch(Closure):  # Lightning: it raises an error if the optimizer ha
         if self.ran_out_of_memory:
             out_of_memory.recover(failure, self._step_on_smallest_batch, self._ends_window)
             if self._ends_window:
-                self._optimization.loss_weighting.correct(self._optimizer)
+                self._optimization.loss_weighting.correct()
         if self._ends_window:
             out_of_memory.raise_if_any_failed()
         return result
@@ -358,11 +386,9 @@ class _MicroBatch(Closure):  # Lightning: it raises an error if the optimizer ha
         # Lightning: Closure.closure
         optimization, hooks, shortcuts = self._optimization, self._hooks, self._shortcuts
         trainer: Any = hooks.trainer
-        optimizer = self._optimizer
         if optimization.runs_own_schedule and not optimization._skip_backward:
-            if self._batch_idx % trainer.accumulate_grad_batches == 0:
-                self._zero_grad(trainer, optimizer)
-            arguments = hooks.in_hook, self._arguments, optimizer, self._batch_idx, self._ends_window
+            self._zero_grad_of_all(trainer)
+            arguments = hooks.in_hook, self._arguments, self._batch_idx, self._ends_window
             return optimization.run_schedule(*arguments)
         # Lightning: _AutomaticOptimization._training_step
         owner = hooks.module if shortcuts.skips_forward else hooks.strategy  # Lightning: Strategy.training_step
@@ -374,13 +400,17 @@ class _MicroBatch(Closure):  # Lightning: it raises an error if the optimizer ha
             )
         if optimization._skip_backward:  # stochastic weight averaging runs a pass without gradients
             return result
-        if self._batch_idx % trainer.accumulate_grad_batches == 0:
-            self._zero_grad(trainer, optimizer)
+        self._zero_grad_of_all(trainer)
         if result.closure_loss is not None:
-            hooks.in_hook("backward", shortcuts.backward, result.closure_loss, optimizer)
+            hooks.in_hook("backward", shortcuts.backward, result.closure_loss, self._optimizer)
             if self._ends_window:
-                optimization.loss_weighting.correct(optimizer)
+                optimization.loss_weighting.correct()
         return result
+
+    def _zero_grad_of_all(self, trainer: Any) -> None:
+        if self._batch_idx % trainer.accumulate_grad_batches == 0:
+            for optimizer in self._hooks.strategy.optimizers:
+                self._zero_grad(trainer, optimizer)
 
     def _zero_grad(self, trainer: Any, optimizer: Optimizer) -> None:
         # Lightning: _AutomaticOptimization._on_before_zero_grad and _optimizer_zero_grad

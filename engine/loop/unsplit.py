@@ -7,6 +7,7 @@ reaches no other rank; logs and prints of the copy are dropped.
 
 import contextlib
 import dataclasses
+import functools
 import io
 import warnings
 from collections.abc import Sequence
@@ -31,6 +32,7 @@ from .._compat.torch import TorchDispatchMode, tree_flatten, tree_unflatten
 from ..attachments import has_hooks
 from ..checkpoint import get_random_state, set_random_state
 from ..distributed.equal_ranks import move_module
+from ..precision.loss_scaling import Parameters
 from .digests import Digests, digests, whole
 from .module_copy import Memory
 
@@ -207,9 +209,6 @@ class Replay:
     def _step(self, step: Sequence[Step]) -> None:
         """Runs one step of automatic optimization: the mean over the samples of all ranks and micro-batches."""
         module: Any = self.module
-        if len(self._optimizers) != 1:
-            raise UnfitError("automatic optimization has one optimizer")
-        [optimizer] = self._optimizers
         calls: list[list[Any]] = [[]]  # the windows of each call of the closure, of which some optimizers make several
         for window in zip(*(rank_step.micro_batches for rank_step in step), strict=True):
             if calls[-1] and window[0].batch_idx == calls[-1][-1][0].batch_idx:
@@ -222,36 +221,40 @@ class Replay:
             if not calls:
                 raise UnfitError("its optimizer runs the step another number of times")
             windows = calls.pop(0)
-            loss = self._forward_and_backward(optimizer, windows, ends, begins=len(ends) <= 1)
-            module.on_before_optimizer_step(optimizer)
+            loss = self._forward_and_backward(windows, ends, begins=len(ends) <= 1)
+            for optimizer in self._optimizers:
+                module.on_before_optimizer_step(optimizer)
             value, algorithm = self.trainer.gradient_clip_val, self.trainer.gradient_clip_algorithm
-            if value is not None or is_overridden("configure_gradient_clipping", module):
+            clips_each = is_overridden("configure_gradient_clipping", module)
+            for optimizer in self._optimizers if clips_each else [Parameters.of(self._optimizers)]:
                 module.configure_gradient_clipping(
                     optimizer, gradient_clip_val=value, gradient_clip_algorithm=algorithm and str(algorithm.value)
                 )
             return loss
 
-        if is_overridden("optimizer_step", module):
-            wrapped = _ManualOptimizer(optimizer, self._stand_in.strategy, module, calls_hook=False)
-            module.optimizer_step(step[0].epoch, last, wrapped, closure)
-        else:
-            optimizer.step(closure)
+        several = functools.cache(closure)
+        for optimizer in self._optimizers:
+            own = closure if len(self._optimizers) == 1 else several
+            if is_overridden("optimizer_step", module):
+                wrapped = _ManualOptimizer(optimizer, self._stand_in.strategy, module, calls_hook=False)
+                module.optimizer_step(step[0].epoch, last, wrapped, own)
+            else:
+                optimizer.step(own)
         if calls:
             raise UnfitError("its optimizer runs the step another number of times")
         for output, batch, batch_idx in ends:
             module.on_train_batch_end(output, batch, batch_idx)
 
-    def _forward_and_backward(self, optimizer: Any, windows: Sequence[Any], ends: list[Any], begins: bool) -> Tensor:
+    def _forward_and_backward(self, windows: Sequence[Any], ends: list[Any], begins: bool) -> Tensor:
         """Runs the windows of a call of the optimizer's closure; returns the mean of their losses.
 
         Args:
-            optimizer: the optimizer.
             windows: for each micro-batch, those of all ranks.
             ends: gets the arguments of `on_train_batch_end` for each micro-batch that is run for the first time.
             begins: whether gradients are zeroed before.
         """
         module: Any = self.module
-        if begins:
+        for optimizer in self._optimizers if begins else ():
             module.on_before_zero_grad(optimizer)
             module.optimizer_zero_grad(self._stand_in.current_epoch, windows[0][0].batch_idx, optimizer)
         num_samples = sum(micro_batch.samples for window in windows for micro_batch in window)

@@ -6,7 +6,7 @@ updated once for each `training_step`, after the last of its optimizers.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -22,13 +22,18 @@ from torch.optim import Optimizer
 from ..devices import multiply
 from ..strategies.clipping import local_values
 
-__all__ = ["LossScaler", "ScaledPrecision", "one_update"]
+__all__ = ["LossScaler", "Parameters", "ScaledPrecision", "one_update"]
 
 
-class _Parameters(NamedTuple):
-    """Parameters in the form in which torch's scaler takes those of an optimizer."""
+class Parameters(NamedTuple):
+    """Parameters in the form in which torch's scaler, and Lightning's clipping, take those of an optimizer."""
 
     param_groups: list[dict[str, Any]]
+
+    @classmethod
+    def of(cls, optimizers: Iterable[Optimizer]) -> "Parameters":
+        """Returns those of several optimizers."""
+        return cls([group for optimizer in optimizers for group in optimizer.param_groups])
 
 
 class LossScaler(torch.amp.GradScaler):
@@ -69,7 +74,7 @@ class LossScaler(torch.amp.GradScaler):
         overflows = {id(optimizer): {none.device: none} for optimizer in optimizers}
         for ids, parameters in by_owners.items():
             found_inf = torch.zeros((), device=inv_scale.device)
-            by_device = self._unscale(_Parameters([{"params": parameters}]), inv_scale, found_inf)
+            by_device = self._unscale(Parameters([{"params": parameters}]), inv_scale, found_inf)
             for key in ids:
                 for device, value in by_device.items():
                     overflows[key][device] = overflows[key].get(device, 0) + value
@@ -77,7 +82,7 @@ class LossScaler(torch.amp.GradScaler):
 
     @contextmanager
     def one_update(self) -> Iterator[None]:
-        """Context of a manual `training_step`: the scale is updated once, at its end, if an optimizer has stepped."""
+        """Context of several optimizers' steps: the scale is updated once, at its end, if an optimizer has stepped."""
         self._is_in_step = True
         try:
             yield
@@ -87,7 +92,7 @@ class LossScaler(torch.amp.GradScaler):
             self.update()
 
     def update(self, new_scale: Any = None) -> None:
-        """Updates the scale; within a manual step, only at its end."""
+        """Updates the scale; within a step of several optimizers, only at its end."""
         self._is_due = self._is_in_step and new_scale is None
         if not self._is_due:
             super().update(new_scale)
@@ -153,6 +158,8 @@ class ScaledPrecision(MixedPrecision):
     With manual optimization it unscales after each backward.
     """
 
+    together: list[Optimizer] | None = None
+
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         """Scales the loss."""
         if (scaler := self._manual_scaler(module)) is not None:
@@ -175,7 +182,8 @@ class ScaledPrecision(MixedPrecision):
         def closure_and_check() -> Any:
             result = closure()
             if result is not None or not model.automatic_optimization:  # else the step is skipped
-                scaler.unscale_(optimizer)  # Lightning leaves this to the step of fused optimizers
+                for member in self.together or [optimizer]:
+                    scaler.unscale_(member)  # Lightning leaves this to the step of fused optimizers
             return result
 
         return super().optimizer_step(optimizer, model, closure_and_check, **kwargs)
@@ -189,6 +197,6 @@ class ScaledPrecision(MixedPrecision):
 
 
 def one_update(trainer: Trainer) -> AbstractContextManager[None]:
-    """Context of a manual `training_step`: a loss scaler updates its scale once, after the last optimizer's step."""
+    """Context of the steps of several optimizers: a loss scaler updates its scale once, after the last one."""
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     return scaler.one_update() if isinstance(scaler, LossScaler) else nullcontext()

@@ -6,22 +6,31 @@ and keeps the norm. `16-mixed` also uses float16 on the CPU (where Lightning sil
 carry an infinity to all of them, and for sharded gradients torch reduces the result over the mesh.
 """
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins import precision as lightnings
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, Precision
+from lightning.pytorch.trainer import call
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
 
 from ..strategies.clipping import clip_by_norm, clip_by_value
-from .loss_scaling import LossScaler, ScaledPrecision
+from .loss_scaling import LossScaler, Parameters, ScaledPrecision, one_update
 from .names import PRECISIONS, canonical_precision
 
-__all__ = ["PRECISIONS", "autocast_dtype", "canonical_precision", "make_precision"]
+__all__ = [
+    "PRECISIONS",
+    "autocast_dtype",
+    "can_step_together",
+    "canonical_precision",
+    "make_precision",
+    "stepping_together",
+]
 
 
 class _Clipping(Precision):
@@ -32,7 +41,7 @@ class _Clipping(Precision):
     """The strategy's function for the norm, if ranks have gradients of different parameters; otherwise None."""
     clipper: Callable[[str, float], None] | None = None
     """Called with "norm" or "value" and the limit, if another object clips; None: this plugin clips."""
-    before_clipping: Callable[[Optimizer], Any] | None = None
+    before_clipping: Callable[[Any], Any] | None = None
     """Called with an optimizer whose gradients are about to be clipped: an infinite value may be finite afterwards."""
 
     # Lightning: Precision.train_step_context and .val_step_context do the same by way of a generator.
@@ -67,6 +76,8 @@ class _Hooked(Precision):
 
     hooks: Any = None
     """The hooks of the loop, see `engine/loop/hooks.py`; None: Lightning calls the hooks."""
+    together: list[Optimizer] | None = None
+    """The optimizers of a step of several, until their gradients are ready for it; then none. None: one by one."""
 
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         if self.hooks is None:
@@ -82,6 +93,10 @@ class _Hooked(Precision):
 
     def _after_closure(self, model: LightningModule, optimizer: Any) -> None:
         # Lightning: Precision._after_closure, once the gradients are there
+        if self.together is not None:
+            optimizers, self.together = self.together, []
+            self._prepare_together(model, optimizers)
+            return
         if self.hooks is None:
             super()._after_closure(model, optimizer)
             return
@@ -89,6 +104,16 @@ class _Hooked(Precision):
         trainer = self.hooks.trainer
         if trainer.gradient_clip_val is not None or self.hooks.clips:
             self._clip_gradients(model, optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
+
+    def _prepare_together(self, model: LightningModule, optimizers: list[Optimizer]) -> None:
+        """Calls the hooks of all optimizers of a step, and clips their gradients by one norm."""
+        trainer: Any = model.trainer
+        for optimizer in optimizers:
+            call._call_callback_hooks(trainer, "on_before_optimizer_step", optimizer)
+            call._call_lightning_module_hook(trainer, "on_before_optimizer_step", optimizer)
+        clips_each = any(is_overridden(name, model) for name in ("configure_gradient_clipping", "clip_gradients"))
+        for taken in optimizers if clips_each else [Parameters.of(optimizers)] if optimizers else []:
+            self._clip_gradients(model, taken, trainer.gradient_clip_val, trainer.gradient_clip_algorithm)  # type: ignore[arg-type]
 
 
 class _Full(_Clipping, _Hooked): ...
@@ -118,6 +143,23 @@ def make_precision(name: str, device_type: str) -> Precision:
     if name in ("16-true", "bf16-true"):
         return _Half(name)  # type: ignore[arg-type]
     return _Double() if name == "64-true" else _Full()
+
+
+def can_step_together(plugin: Precision) -> bool:
+    """Whether several optimizers can step together under a precision plugin: under the engine's own."""
+    return isinstance(plugin, _Hooked)
+
+
+@contextmanager
+def stepping_together(trainer: Trainer) -> Iterator[None]:
+    """Context of a step of all optimizers of a trainer, at the end of which a loss scaler updates its scale once."""
+    plugin: Any = trainer.precision_plugin
+    plugin.together = list(trainer.strategy.optimizers)
+    try:
+        with one_update(trainer):
+            yield
+    finally:
+        plugin.together = None
 
 
 def autocast_dtype(plugin: Precision) -> torch.dtype | None:

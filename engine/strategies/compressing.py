@@ -37,6 +37,14 @@ def prepare_to_repeat(strategy: Strategy, *, sync_batchnorm: bool) -> None:
 class CommHookMixin(EngineStrategy, ParallelStrategy):
     """Mixin that tells a comm hook when a step is over, and whether the step was taken."""
 
+    _has_left_out = False
+    """Whether the step of an optimizer of the present step was left out."""
+
+    def ends_step(self, optimizer: Optimizer) -> bool:
+        """Whether a step is over with that of an optimizer: of several, in automatic optimization, with the last's."""
+        assert self.lightning_module is not None
+        return not self.lightning_module.automatic_optimization or optimizer is self.optimizers[-1]
+
     def may_repeat(self) -> None:
         """Called before training if steps may be repeated because a rank ran out of memory."""
         self.may_repeat_steps = True
@@ -109,7 +117,8 @@ class CommHookMixin(EngineStrategy, ParallelStrategy):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         if self.step_guard is not None or self.loss_scaler is None:
             output = super().optimizer_step(optimizer, closure, model, **kwargs)
-            hook.on_step_end(skipped=False if self.step_guard is None else self.step_guard.verdict)
+            if self.ends_step(optimizer):
+                hook.on_step_end(skipped=False if self.step_guard is None else self.step_guard.verdict)
             return output
         # Reading the scale would wait for the device; the scaler has waited itself before it calls the optimizer.
         has_loss = has_stepped = False
@@ -133,7 +142,10 @@ class CommHookMixin(EngineStrategy, ParallelStrategy):
             handle.remove()
         # Lightning skips a step without a loss; that step has not overflowed.
         may_step = has_loss or not self.lightning_module.automatic_optimization  # type: ignore[union-attr]
-        hook.on_step_end(skipped=may_step and not has_stepped)
+        self._has_left_out |= may_step and not has_stepped
+        if self.ends_step(optimizer):
+            hook.on_step_end(skipped=self._has_left_out)
+            self._has_left_out = False
         return output
 
     def post_backward(self, closure_loss: Tensor) -> None:

@@ -161,6 +161,8 @@ class LocalSGD(DDP):
         step = self._num_steps + 1
         # Skips CommHookMixin's method, since the comm hook takes no part in a local step.
         output = super(CommHookMixin, self).optimizer_step(optimizer, closure, model, **kwargs)
+        if not self.ends_step(optimizer):
+            return output
         if self._anchor is not None:
             self._is_apart = True
             if (step - self.local.warmup) % self.local.sync_every == 0:

@@ -64,9 +64,9 @@ class BufferAverage:
     def __init__(self, trainer: Trainer, group: Any) -> None:
         self._trainer: Any = trainer
         self._group = group
-        self._handles: list[RemovableHandle] = [
-            optimizer.register_step_post_hook(self._average) for optimizer in trainer.optimizers
-        ]
+        # Of several optimizers that step together the last one ends the step.
+        ends = trainer.optimizers[-1:] if trainer.lightning_module.automatic_optimization else trainer.optimizers
+        self._handles: list[RemovableHandle] = [optimizer.register_step_post_hook(self._average) for optimizer in ends]
 
     def close(self) -> None:
         """Removes the hooks of the optimizers."""

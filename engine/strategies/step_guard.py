@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from .clipping import local_values
 from .interface import adapt
 
-__all__ = ["StepGuard"]
+__all__ = ["StepGuard", "needs_closure"]
 
 _BAD_GRADIENT = 0.5
 """The flag of a step if no rank had a loss that is not finite; those of such ranks are whole numbers."""
@@ -52,6 +52,8 @@ class StepGuard:
         """The flags of steps that were judged and not begun."""
         self._first: Tensor | None = None
         self._stays = stays
+        self._together: list[Optimizer] = []
+        """The optimizers of which all steps, or none, are left out; empty if each has its own flag."""
         self._steps: dict[Optimizer, Any] = {}
         """The `step` that each optimizer had as an attribute; None: it had the method of its class."""
         self._scaler: Any = getattr(trainer.precision_plugin, "scaler", None)
@@ -70,8 +72,7 @@ class StepGuard:
         for optimizer in self._trainer.strategy.optimizers:
             if optimizer in self._steps:
                 continue
-            closure = inspect.signature(optimizer.step).parameters.get("closure")
-            if closure is not None and closure.default is inspect.Parameter.empty:
+            if needs_closure(optimizer):
                 if self._stays:
                     continue  # what it has done is read with the losses
                 raise ValueError(
@@ -80,6 +81,8 @@ class StepGuard:
                 )
             self._steps[optimizer] = vars(optimizer).get("step")
             vars(optimizer)["step"] = self._guarded(optimizer)
+        several = len(self._trainer.strategy.optimizers) > 1 and self._trainer.lightning_module.automatic_optimization
+        self._together = list(self._trainer.strategy.optimizers) if several else []
         self._trainer.precision_plugin.before_clipping = self.judge
         if self._scaler is not None:
             self._scaler.guard = self.judge
@@ -118,10 +121,10 @@ class StepGuard:
     # --- a step
 
     def judge(self, optimizer: Optimizer | LightningOptimizer, found_inf: Tensor | None = None) -> Tensor:
-        """Decides whether the next step of an optimizer is left out; all ranks call it.
+        """Decides whether the next step of an optimizer, or of all that step together, is left out; all ranks call it.
 
         Args:
-            optimizer: its gradients are complete, and not clipped yet.
+            optimizer: its gradients, and those of the others, are complete, and not clipped yet.
             found_inf: 1 if they are not finite, as a loss scaler knows; None: they are looked at.
 
         Returns:
@@ -129,9 +132,10 @@ class StepGuard:
         """
         if isinstance(optimizer, LightningOptimizer):  # as steps by hand have it when they clip
             optimizer = optimizer.optimizer
-        if optimizer not in self._flags or found_inf is not None:
-            self._flags[optimizer] = self._new_flag(optimizer, found_inf)
-        flag = self._flags[optimizer]
+        first, *others = self._together or [optimizer]
+        if first not in self._flags or (found_inf is not None and not others):
+            self._flags[first] = self._new_flag(optimizer, found_inf)
+        flag = self._flags[first]
         value = flag if isinstance(flag, Tensor) else torch.tensor(flag)
         device = self._trainer.strategy.root_device if found_inf is None else found_inf.device
         return (value > 0).to(device, torch.float32)
@@ -139,13 +143,21 @@ class StepGuard:
     def leaves_out(self, optimizer: Optimizer) -> bool:
         """Whether to leave out the next step of an optimizer whose `step` is not called; the host waits for it."""
         self.judge(optimizer)
-        return float(self._flags.pop(optimizer)) > 0
+        return float(self._begun(optimizer)) > 0
+
+    def _begun(self, optimizer: Optimizer) -> float | Tensor:
+        """Returns the flag of the step that an optimizer begins; each later one of it alone is judged again."""
+        return self._flags[self._together[0]] if self._together else self._flags.pop(optimizer)
 
     @torch.no_grad()
     def _new_flag(self, optimizer: Optimizer, found_inf: Tensor | None) -> float | Tensor:
         self._is_open = False
         device = self._trainer.strategy.root_device
-        is_fine = _are_finite(optimizer, device) if found_inf is None else found_inf.to(device) == 0
+        optimizers = self._together or [optimizer]
+        looked_at = optimizers if found_inf is None else [other for other in optimizers if other is not optimizer]
+        is_fine = _are_finite(looked_at, device)
+        if found_inf is not None:
+            is_fine = is_fine & (found_inf.to(device) == 0)
         flag = (~is_fine).float() * _BAD_GRADIENT
         if self._losses:
             losses_are_fine = torch.stack([loss.to(device, torch.float32) for loss in self._losses]).isfinite().all()
@@ -156,7 +168,7 @@ class StepGuard:
             since = flag if self._scaler is None else flag.floor()  # a scale that is too large is no fault
             self._first = since if self._first is None else torch.maximum(self._first, since)
             flag = torch.maximum(self._first, flag)
-        is_read = self._reads or not self._is_masked(optimizer, flag)
+        is_read = self._reads or not all(self._is_masked(member, flag) for member in optimizers)
         judged: float | Tensor = flag.item() if is_read else flag
         self.verdict = judged > 0
         self._restore_buffers()
@@ -183,7 +195,7 @@ class StepGuard:
                 with torch.enable_grad():
                     loss = closure()
             self.judge(optimizer)
-            self._take(optimizer, partial(take, **kwargs), self._flags.pop(optimizer))
+            self._take(optimizer, partial(take, **kwargs), self._begun(optimizer))
             return loss
 
         return MethodType(step, optimizer)
@@ -213,10 +225,17 @@ class StepGuard:
                     now.copy_(saved if self.verdict is True else torch.where(self.verdict.to(now.device), saved, now))
 
 
-def _are_finite(optimizer: Optimizer, device: torch.device) -> Tensor:
-    """Whether this rank's parts of an optimizer's gradients are finite: a 0-d tensor."""
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Whether an optimizer can't step without a closure, which it calls for several losses of one step."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def _are_finite(optimizers: list[Optimizer], device: torch.device) -> Tensor:
+    """Whether this rank's parts of optimizers' gradients are finite: a 0-d tensor."""
     by_kind: dict[Any, list[Tensor]] = defaultdict(list)
-    for gradient in (p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    for gradient in (p.grad for group in groups for p in group["params"] if p.grad is not None):
         part = local_values(gradient)
         part = torch.view_as_real(part) if part.is_complex() else part  # whose largest value has a kernel
         if part.numel() > 0:

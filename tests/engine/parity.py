@@ -3,7 +3,7 @@
 `plain_loop` is the reference: one process, torch alone. It shares no code with the engine or with Lightning's trainer.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -30,11 +30,43 @@ TOLERANCE = 1e-5
 def adamw(module: nn.Module) -> torch.optim.Optimizer:
     # Under Adam a parameter whose true gradient is zero (an attention key's bias) moves by rounding noise times the
     # learning rate; with this eps the noise stays noise.
-    return torch.optim.AdamW(module.parameters(), lr=1e-3, eps=1e-4)
+    return adamw_of(module.parameters())
 
 
 def sgd(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
+
+
+def muon_and_adamw(module: nn.Module) -> Any:
+    """Muon for the matrices of hidden layers, AdamW for the rest, each with a schedule of its own."""
+    hidden = {name: p for name, p in module.named_parameters() if p.ndim == 2 and ("blocks" in name or "net.2" in name)}
+    assert hidden
+    # A gradient that differs by 1e-8 may be rounded to another bfloat16, of which Muon makes up to 2**-8 of its step:
+    # at this rate the noise of all steps stays below the tolerance.
+    muon = torch.optim.Muon(hidden.values(), lr=2e-4)
+    return _scheduled(muon, adamw_of(p for name, p in module.named_parameters() if name not in hidden))
+
+
+def sgd_and_adamw(module: nn.Module) -> Any:
+    """The same, where the size of a step is that of its gradient: with another norm to clip by, it would differ."""
+    hidden = [p for p in module.parameters() if p.ndim == 2]
+    return _scheduled(torch.optim.SGD(hidden, lr=0.5), adamw_of(p for p in module.parameters() if p.ndim != 2))
+
+
+def two_of_sgd(module: nn.Module) -> Any:
+    """Linear in their gradients."""
+    first, *others = module.parameters()
+    return _scheduled(torch.optim.SGD([first], lr=0.1), torch.optim.SGD(others, lr=0.05))
+
+
+def adamw_of(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """AdamW with the eps of `adamw`."""
+    return torch.optim.AdamW(parameters, lr=1e-3, eps=1e-4)
+
+
+def _scheduled(first: torch.optim.Optimizer, second: torch.optim.Optimizer) -> Any:
+    schedules = [torch.optim.lr_scheduler.StepLR(first, 2, 0.5), torch.optim.lr_scheduler.ExponentialLR(second, 0.9)]
+    return [first, second], [{"scheduler": schedule, "interval": "step"} for schedule in schedules]
 
 
 class MLP(LightningModule):
@@ -163,7 +195,7 @@ ALL_SUBJECTS = SUBJECTS | {
 }
 
 
-def build(name: str, make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw) -> LightningModule:
+def build(name: str, make_optimizer: Callable[[nn.Module], Any] = adamw) -> LightningModule:
     """A subject. With `sgd` a step has few operators, each of which takes time under DTensor."""
     torch.manual_seed(1)
     module = ALL_SUBJECTS[name].module().train()  # Lightning leaves modules in the mode they come in
@@ -186,7 +218,7 @@ def plain_loop(
     accumulate: int,
     clip: float | None,
     in_bf16: tuple[int, int] | None = None,
-    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
+    make_optimizer: Callable[[nn.Module], Any] = adamw,
     num_epochs: int = 1,
 ) -> dict[str, Tensor]:
     """The weights after some epochs.
@@ -194,10 +226,12 @@ def plain_loop(
     With `in_bf16`, numbers of ranks and of replicas, the sum over the replicas' gradients is one of bfloat16.
     """
     module.train()
-    optimizer = make_optimizer(module)
+    made = make_optimizer(module)
+    optimizers, schedules = made if isinstance(made, tuple) else ([made], [])
     micro_batches: Iterator[Any] = (batch for _ in range(num_epochs) for batch in batches)
     for _ in range(num_epochs * len(batches) // accumulate):
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
         window = [next(micro_batches) for _ in range(accumulate)]
         if in_bf16 is None:
             for batch in window:
@@ -206,7 +240,10 @@ def plain_loop(
             average_in_bf16(module, window, *in_bf16)
         if clip is not None:
             nn.utils.clip_grad_norm_(module.parameters(), clip)
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
+        for schedule in schedules:
+            schedule["scheduler"].step()
     return {key: value.clone() for key, value in module.state_dict().items()}
 
 
@@ -238,7 +275,7 @@ def differences(
     accumulate: int,
     clip: float | None,
     in_bf16: tuple[int, int] | None = None,
-    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
+    make_optimizer: Callable[[nn.Module], Any] = adamw,
     accelerator: str = "cpu",
     num_steps: int = STEPS,
     num_epochs: int = 1,

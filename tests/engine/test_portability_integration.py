@@ -109,18 +109,31 @@ class Dumps(Callback):
         module = trainer.lightning_module
         state = dict(module.state_dict())
         for parameter_name, parameter in module.named_parameters():
-            for key, value in trainer.optimizers[0].state.get(parameter, {}).items():
-                state[f"{parameter_name}/{key}"] = value
+            for optimizer in trainer.optimizers:
+                for key, value in optimizer.state.get(parameter, {}).items():
+                    state[f"{parameter_name}/{key}"] = value
         state = {key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in state.items()}
         if capabilities_of(trainer.strategy).optimizer_state_partitioned:  # each rank has some of it
             mine = {key: value for key, value in state.items() if not value.is_meta}
             state = {key: value for each in WORLD.all_gather_object(mine) for key, value in each.items()}
-        state["lr"] = torch.tensor([group["lr"] for group in trainer.optimizers[0].param_groups])
+        state["lr"] = torch.tensor([group["lr"] for o in trainer.optimizers for group in o.param_groups])
         if trainer.is_global_zero:
             torch.save({key: value.clone() for key, value in state.items()}, f"{self.path}-{name}")
 
 
-def train(layout: str, folder: Path, **arguments: Any) -> None:
+class OddOfTwo(Odd):
+    """Its hidden matrices are Muon's."""
+
+    def configure_optimizers(self) -> Any:
+        hidden = [p for p in self.inner.parameters() if p.ndim == 2]
+        others = [p for p in self.parameters() if p.requires_grad and all(p is not own for own in hidden)]
+        # The rate of the parity tests: see there.
+        muon, adamw = torch.optim.Muon(hidden, lr=2e-4), torch.optim.AdamW(others, lr=3e-3, eps=1e-4)
+        schedules = [torch.optim.lr_scheduler.StepLR(muon, 2), torch.optim.lr_scheduler.CosineAnnealingLR(adamw, STEPS)]
+        return [muon, adamw], [{"scheduler": schedule, "interval": "step"} for schedule in schedules]
+
+
+def train(layout: str, folder: Path, kind: type[Odd] = Odd, **arguments: Any) -> None:
     strategy, devices = ALL_LAYOUTS[layout]
     folder.mkdir(exist_ok=True)
     snapshot = Snapshot(folder / "snapshots", every_n_steps=SAVED, every_minutes=None, keep_last=3)
@@ -136,7 +149,7 @@ def train(layout: str, folder: Path, **arguments: Any) -> None:
         callbacks=[snapshot, Dumps(folder / "state")],
     )
     torch.manual_seed(7)
-    engine.fit(Odd(), data(engine.data_size), **arguments)
+    engine.fit(kind(), data(engine.data_size), **arguments)
 
 
 def dumped(folder: Path, name: str) -> dict[str, Tensor]:
@@ -162,6 +175,32 @@ def test_opens_bit_for_bit_and_trains_on(saved, target, tmp_path):
     assert {"table.weight/exp_avg", "inner.0.0.bias/exp_avg_sq"} <= at_save.keys()
     assert same(at_save, dumped(tmp_path, "start"))
     uninterrupted, resumed = dumped(folder, "end"), dumped(tmp_path, "end")
+    if source == target:
+        assert same(uninterrupted, resumed)
+    else:
+        assert largest_difference(uninterrupted, resumed) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        *(
+            ("single", "single"),
+            ("fsdp x2", "single"),
+            ("ddp x2", "fsdp x2"),
+            ("zero1 x2", "pp x2"),
+            ("pp x2", "zero1 x2"),
+        ),
+        *nightly(("single", "tp x2"), ("tp x2", "hsdp 2x2"), ("fsdp x2", "fsdp x2"), ("hsdp 2x2", "ddp x2")),
+    ],
+)
+def test_several_optimizers_open_bit_for_bit_and_train_on(source, target, tmp_path):
+    train(source, tmp_path / "saved", OddOfTwo)
+    train(target, tmp_path / "on", OddOfTwo, ckpt_path=tmp_path / "saved" / "snapshots" / f"step={SAVED}")
+    at_save = dumped(tmp_path / "saved", "saved")
+    assert {"table.weight/exp_avg", "inner.0.0.weight/momentum_buffer"} <= at_save.keys()
+    assert same(at_save, dumped(tmp_path / "on", "start"))
+    uninterrupted, resumed = dumped(tmp_path / "saved", "end"), dumped(tmp_path / "on", "end")
     if source == target:
         assert same(uninterrupted, resumed)
     else:

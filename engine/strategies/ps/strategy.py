@@ -161,7 +161,14 @@ class PS(DistributedStrategy, DDPStrategy):
         return torch.tensor(max(self.data_ranks.all_gather_object(flag.item())), device=flag.device)
 
     def _clip_at_servers(self, algorithm: str, limit: float) -> None:
-        self._clipping = Clipping(algorithm, limit)
+        before, self._clipping = self._clipping, Clipping(algorithm, limit)
+        is_several = len(self.optimizers) > 1 and self.lightning_module.automatic_optimization  # type: ignore[union-attr]
+        if is_several and (algorithm == "norm" or before not in (None, self._clipping)):
+            raise ValueError(
+                "the servers of 'ps' clip the gradients of one optimizer after the other, so those of several that step"
+                " together can't be clipped by one norm: leave gradient_clip_val out, set"
+                " gradient_clip_algorithm='value', or choose another strategy, such as 'ddp' or 'fsdp'."
+            )
 
     def teardown(self) -> None:
         """Closes the connection, when no other rank needs this one any more."""
@@ -218,6 +225,8 @@ class PS(DistributedStrategy, DDPStrategy):
         output = closure()
         has_gradients = output is not None or not model.automatic_optimization
         scaler: Any = getattr(plugin, "scaler", None) if has_gradients else None
+        for member in plugin.together or () if scaler is not None else ():
+            scaler.unscale_(member)  # before the hooks of all
         overflowed = scaler is not None and scaler.has_overflowed(optimizer)
         plugin._after_closure(model, optimizer)  # Lightning: as the closure that is given to an optimizer does
         if overflowed or (self.step_guard is not None and self.step_guard.leaves_out(optimizer)):
@@ -227,7 +236,8 @@ class PS(DistributedStrategy, DDPStrategy):
             scaler.update()
         if norm is not None:
             plugin.grad_norm = norm
-        self._clipping = None
+        if not model.automatic_optimization or optimizer is self.optimizers[-1]:
+            self._clipping = None
         optimizer._opt_called = True  # type: ignore[attr-defined]  # torch: schedulers check it for a step
         self._log_staleness()
         return output

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from polyphase.engine import Engine
 from polyphase.engine.loop import NonFiniteError
 from polyphase.engine.reliability import nonfinite
-from tests.engine.parity import MICRO_BATCH, MLP, QUIET, SUBJECTS, adamw, largest_difference, suffixed
+from tests.engine.parity import MICRO_BATCH, MLP, QUIET, SUBJECTS, adamw, largest_difference, sgd_and_adamw, suffixed
 from tests.pairs import nightly
 
 BAD_STEP = 3
@@ -167,6 +167,27 @@ class Normed(MLP):
 def test_nor_in_buffers(strategy, devices, accumulate):
     flags = {"sync_batchnorm": devices > 1, "accumulate_grad_batches": accumulate}
     assert difference(Normed, strategy, devices, **flags) == 0
+
+
+class Together(Spikes):
+    """Of two optimizers one has the bad gradient, and the other one would step with its own."""
+
+    def configure_optimizers(self) -> Any:
+        return sgd_and_adamw(self)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "devices", "flags"),
+    [
+        ("single", 1, {}),
+        ("fsdp", 2, {"gradient_clip_val": 0.05}),
+        ("ddp", 2, {"accumulate_grad_batches": 2}),
+        ("ps", 2, {}),
+        ("single", 1, {"precision": "16-mixed", "gradient_clip_val": 0.05}),
+    ],
+)
+def test_several_optimizers_leave_out_the_whole_step(strategy, devices, flags):
+    assert difference(Together, strategy, devices, **flags) == 0
 
 
 class ByHand(Scheduled):
