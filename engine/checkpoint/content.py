@@ -130,16 +130,36 @@ class _OptimizerState(TypedDict):
     param_groups: list[_Group]
 
 
-class _Fit(TypedDict):
-    """The fields of Lightning's from which a run continues."""
+class _NamedGroup(TypedDict):
+    params: list[str]
 
-    epoch: Count
-    global_step: Count
-    state_dict: dict[str, Any]
-    loops: _Loops
-    callbacks: dict[str, Any]
-    optimizer_states: list[dict[str, Any]]
-    lr_schedulers: list[dict | None]
+
+class _NamedState(TypedDict):
+    state: dict[str, dict]
+    param_groups: list[_NamedGroup]
+
+
+def _of_its_groups(state: _NamedState) -> str | None:
+    names = [name for group in state["param_groups"] for name in group["params"]]
+    if len({*names}) < len(names):
+        return "has a parameter twice"
+    return None if state["state"].keys() <= {*names} else "has the state of a parameter of none of its groups"
+
+
+_Fit = TypedDict(
+    "_Fit",
+    {
+        "pytorch-lightning_version": str,
+        "epoch": Count,
+        "global_step": Count,
+        "state_dict": dict[str, Any],
+        "loops": _Loops,
+        "callbacks": dict[str, Any],
+        "optimizer_states": list[dict[str, Any]],
+        "lr_schedulers": list[dict | None],
+    },
+)
+"""The fields of Lightning's from which a run continues."""
 
 
 # --- the engine's part
@@ -344,6 +364,11 @@ def _wrong_state(rest: Any, own: dict[str, Any], ranks: Any, manifest: Manifest 
     """Yields what is wrong with the state of a run."""
     for value, kind, where in ((rest, _Fit, "the checkpoint"), (own, _Engine, OURS), (ranks, list[_Rank], "ranks")):
         if wrong := problem(value, kind, where):
+            yield wrong
+            return
+    if manifest is not None:  # in a directory, parameters have names
+        wrong = problem(rest["optimizer_states"], list[Annotated[_NamedState, _of_its_groups]], "optimizer_states")
+        if wrong:
             yield wrong
             return
     yield from _contradictions(rest, own, manifest)

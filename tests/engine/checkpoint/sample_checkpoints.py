@@ -23,6 +23,7 @@ def content(step: int, world_size: int = 1) -> dict[str, Any]:
     """A dict like Lightning's; every tensor and number in it says its step."""
     weight = torch.full((4, 3), float(step))
     return {
+        "pytorch-lightning_version": "2.6.6",
         "global_step": step,
         "epoch": step // 10,
         "state_dict": {"net.weight": weight, "net.bias": torch.arange(4.0) + step},
