@@ -11,11 +11,13 @@ import os
 import socket
 import time
 import types
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from polyphase.callbacks._counts import count_samples
@@ -23,17 +25,18 @@ from polyphase.callbacks._interval import positive_steps
 from polyphase.callbacks.run_summary import Summarized
 from polyphase.engine.devices import capacity_bytes, peak_bytes
 from polyphase.engine.flags import split_launcher
+from polyphase.engine.phases import PHASES
 from polyphase.engine.run_info import log_folder, shown_path
 from polyphase.engine.strategies import capabilities_of
 from polyphase.engine.version import __version__
 
 from .clocks import HostClock, Measured, actions_of, collectives, make_clock, mark_end_of_backward, shown_steps
+from .figures import Figures
 from .flops import device_name, dtype_of, operator_s, peak_flops_per_s
 from .health import lr_interval_steps, unfused_optimizer
 from .host_use import num_cpus, own_cpus, rss_mb, shm_capacity_mb
 from .interval import Interval, RankInfo, slowest_hooks
-from .notes import Boards, Notes
-from .records import Run, compact, write_rank
+from .records import Notes, Run, compact, write_rank
 from .verdict import judge
 from .watches import Watches
 
@@ -116,7 +119,7 @@ class Doctor(Summarized):
         self._every = self.every_n_steps or trainer.log_every_n_steps or _INTERVAL_STEPS
         self._marks_backward = trainer.world_size > 1 and not can.runs_own_schedule
         self._has_fillers = trainer.data_size > 1
-        self._boards = Boards(trainer.loggers if trainer.is_global_zero else [], trainer.world_size)
+        self._boards = _Boards(trainer.loggers if trainer.is_global_zero else [], trainer.world_size)
         self._watches = Watches(trainer)
         self._attach(trainer)
 
@@ -349,3 +352,86 @@ def _describe(trainer: Any) -> RankInfo:
         flags=trainer.config.as_plain,
         versions={"polyphase": __version__, "torch": str(torch.__version__)},
     )
+
+
+# --- writes `Doctor`'s per-rank shares, memory, rates and verdict to TensorBoard
+# Rank 0 uses the user's own `TensorBoardLogger`. Its writer supports what `log_metrics` does not: a layout of charts
+# (the tab "Custom Scalars") and texts.
+
+
+_NUM_RANKS = 16
+"""Number of ranks with their own curves (the first ones); `polyphase doctor` shows all ranks."""
+
+
+class _Boards:
+    """The TensorBoards of a run, on rank 0.
+
+    Args:
+        loggers: the trainer's loggers.
+        world_size: number of ranks.
+    """
+
+    def __init__(self, loggers: Sequence[Any], world_size: int) -> None:
+        self._boards = [logger for logger in loggers if isinstance(logger, TensorBoardLogger)]
+        self._num_ranks = min(world_size, _NUM_RANKS) if world_size > 1 else 0
+        self._has_layout = False
+
+    def shares(self, by_rank: Sequence[Mapping[str, float]], step: int) -> None:
+        """Writes the shares of an interval.
+
+        Args:
+            by_rank: shares of each rank by phase.
+            step: the optimizer step at the end of the interval.
+        """
+        self._lay_out()
+        shares = {
+            f"doctor/rank_{rank}/{phase}": share
+            for rank, phases in enumerate(by_rank[: self._num_ranks])
+            for phase, share in phases.items()
+        }
+        if shares:
+            for board in self._boards:
+                board.log_metrics(shares, step=step)
+
+    def verdict(self, run: Run, step: int) -> None:
+        """Writes the verdict, and at each interval the memory of each rank and the rates of its device."""
+        self._lay_out()
+        text = "\n".join(_markdown(run))
+        for board in self._boards:
+            for rank in sorted(run.intervals)[: max(self._num_ranks, 1)]:
+                for interval in run.intervals[rank]:
+                    memory = {"rss_mb": interval.rss_mb, "device_mb": interval.device_mb}
+                    numbers = {f"doctor/{name}/rank_{rank}": mb for name, mb in memory.items() if mb is not None}
+                    rates = Figures({rank: run.ranks[rank]}, {rank: interval}).rates(rank) if interval.num_steps else {}
+                    numbers |= {f"doctor/{name}/rank_{rank}": rate for name, rate in rates.items()}
+                    board.log_metrics(numbers, step=interval.step)
+            board.experiment.add_text("doctor/verdict", text, global_step=step)
+
+    def _lay_out(self) -> None:
+        if self._has_layout:
+            return
+        self._has_layout = True
+        charts = {"shares of the time, mean over ranks": [f"doctor/{phase}" for phase in PHASES]}
+        for rank in range(self._num_ranks):
+            charts[f"shares of the time, rank {rank}"] = [f"doctor/rank_{rank}/{phase}" for phase in PHASES]
+        charts["share of the peak FLOP/s, by rank (MFU)"] = ["doctor/mfu/rank_[0-9]+"]
+        charts["samples a second, by rank"] = ["doctor/samples_per_s/rank_[0-9]+"]
+        charts["memory of the ranks, MB"] = ["doctor/rss_mb/rank_[0-9]+", "doctor/device_mb/rank_[0-9]+"]
+        layout = {"Doctor": {name: ["Multiline", _patterns(tags)] for name, tags in charts.items()}}
+        for board in self._boards:
+            board.experiment.add_custom_scalars(layout)
+
+
+def _patterns(tags: Sequence[str]) -> list[str]:
+    # TensorBoard treats tags as regular expressions: without anchors, doctor/copy would match doctor/copy_of.
+    return [f"^{tag}$" for tag in tags]
+
+
+def _markdown(run: Run) -> list[str]:
+    verdict = judge(run)
+    lines = [verdict.lines()[0].removeprefix("doctor: "), ""]
+    lines += [f"*{caveat}*" for caveat in verdict.caveats]
+    for number, finding in enumerate(verdict.findings, start=1):
+        gain = "" if finding.gain is None else f" (up to {finding.gain:.0%} less time)"
+        lines += [f"{number}. **{finding.cause}**{gain}: {finding.evidence}", f"    - remedy: {finding.remedy}"]
+    return lines if verdict.findings or verdict.caveats else [*lines, "nothing stands out"]

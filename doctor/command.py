@@ -4,10 +4,8 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.text import Text
 
 from polyphase.engine.flags import choose
 
@@ -16,9 +14,6 @@ from .page import page
 from .records import Run, newest, read_run
 from .trial import main as fit_command
 from .verdict import judge, show
-
-if TYPE_CHECKING:
-    from .host import Check
 
 __all__ = ["main"]
 
@@ -55,7 +50,9 @@ def main(words: Sequence[str]) -> int:
         print(HELP, end="")
         return 0
     if words[0] == "host":
-        return _host(words[1:])
+        from .host import main as host_command  # it imports torch, which a look at a run's records has no use for
+
+        return host_command(words[1:])
     if "--compare" in words:
         rest = [word for word in words if word != "--compare"]
         return compare_command(rest, lambda folder: read_run(newest(folder)))
@@ -86,47 +83,6 @@ def _checked(words: Sequence[str]) -> Sequence[str]:
         if word.startswith("-"):
             choose("flag of doctor", word.partition("=")[0], ("--json", "--html", "--compare"))
     return words
-
-
-def _host(words: Sequence[str]) -> int:
-    """Checks this host; returns 1 if a check fails."""
-    folders = [word for word in words if not word.startswith("-")]
-    try:
-        for word in words:
-            if word.startswith("-"):
-                choose("flag of doctor host", word, ("--json",))
-        if len(folders) > 1:
-            raise ValueError(f"doctor host takes one folder, but got {' '.join(folders)}.")
-    except ValueError as error:
-        print(f"polyphase: error: {error}", file=sys.stderr)
-        return 2
-    # Imported here: both import torch, which a look at a run's records has no use for.
-    from polyphase.engine.environment import num_launched
-
-    from .cluster import check_cluster
-    from .host import check_host
-
-    checks = check_host(*folders or ".") if num_launched() == 1 else check_cluster(*folders or ".")
-    if not checks:
-        return 0  # rank 0 says it
-    if "--json" in words:
-        print(json.dumps([check._asdict() for check in checks], indent=2))
-    else:
-        show_host(checks, Console())
-    return int(any(check.status == "fail" for check in checks))
-
-
-def show_host(checks: Sequence["Check"], console: Console) -> None:
-    """Prints a line and a remedy for each check."""
-    width = max(len(check.name) for check in checks)
-    colors = {"ok": "green", "warn": "yellow", "fail": "bold red"}
-    for check in checks:
-        line = Text.assemble((f"{check.status:5}", colors[check.status]), f"{check.name:{width}} ", check.found)
-        console.print(line, soft_wrap=True)
-        if check.remedy:
-            console.print(
-                Text(f"{'':{width + 6}}{check.remedy}", style="dim" if check.status == "ok" else "bold"), soft_wrap=True
-            )
 
 
 def _write(path: str, run: Run) -> None:

@@ -9,9 +9,10 @@ import json
 import math
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import cache
 from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TextIO, Union, get_args, get_origin, get_type_hints
 
 from polyphase.engine.foreign import for_terminal, open_new, open_plain
 from polyphase.engine.phases import PHASES
@@ -21,6 +22,7 @@ from .interval import SCHEMA, Interval, RankInfo
 
 __all__ = [
     "MAX_INTERVALS",
+    "Notes",
     "Run",
     "compact",
     "newest",
@@ -94,6 +96,50 @@ def write_rank(path: str, info: RankInfo, intervals: Iterable[Interval]) -> None
         file.write(json.dumps({"kind": "rank", **vars(info)}) + "\n")
         file.writelines(f"{interval.line()}\n" for interval in intervals)
     os.replace(beside, path)
+
+
+class Notes:
+    """Appends a line for each interval, and merges neighbouring intervals when there are too many.
+
+    Args:
+        folder: folder of the file ``rank_<r>.jsonl``; the file of an earlier run is renamed to
+            ``rank_<r>.jsonl.before``. None: nothing is written.
+        info: information about this rank.
+    """
+
+    def __init__(self, folder: str | None, info: RankInfo) -> None:
+        self.info = info
+        self.intervals: list[Interval] = []
+        self._path: str | None = None
+        self._file: TextIO | None = None
+        if folder is not None:
+            self._path = os.path.join(folder, f"rank_{self.info.rank}.jsonl")
+            os.makedirs(folder, exist_ok=True)
+            with suppress(FileNotFoundError):
+                os.replace(self._path, f"{self._path}.before")
+            self._write_all()
+
+    def add(self, interval: Interval) -> None:
+        """Adds an interval."""
+        self.intervals.append(interval)
+        if len(self.intervals) > MAX_INTERVALS:
+            self.intervals = compact(self.intervals)
+            self._write_all()
+        elif self._file is not None:
+            self._file.write(f"{interval.line()}\n")
+            self._file.flush()
+
+    def close(self) -> None:
+        """Closes the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _write_all(self) -> None:
+        if self._path is not None:
+            self.close()
+            write_rank(self._path, self.info, self.intervals)
+            self._file = open(self._path, "a")  # noqa: SIM115  # stays open until `close`
 
 
 def read_run(folder: str) -> Run:

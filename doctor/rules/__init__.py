@@ -1,44 +1,7 @@
 """The rules of the verdict: a table of causes with their thresholds, and one pure function for each, by topic."""
 
-from .device import (
-    dead_parameters,
-    device_reads,
-    full_memory,
-    gradient_spikes,
-    loss_scale_falls,
-    lr_stands_still,
-    replicas_differ,
-    throttled_device,
-    unfused_optimizer,
-    unused_memory,
-)
+from . import device, host, network, ranks
 from .finding import COSTLY_COMPRESSION, Finding, Rule
-from .host import (
-    cpu_shortage,
-    full_shared_memory,
-    host_bound,
-    low_compute,
-    memory_leak,
-    padding,
-    slow_copy,
-    slow_loader,
-    swapping,
-    thread_oversubscription,
-    uneven_data,
-    unused_parameter_search,
-)
-from .network import costly_compression, slow_link
-from .ranks import (
-    checkpoint_stall,
-    exposed_communication,
-    few_micro_batches,
-    slow_callback,
-    slow_logging,
-    slow_rank,
-    slow_validation,
-    unequal_stages,
-    varying_steps,
-)
 
 __all__ = ["MIN_STEPS", "RULES", "Finding", "Rule"]
 
@@ -46,74 +9,74 @@ MIN_STEPS = 10
 """Optimizer steps below which nothing is judged."""
 
 RULES = (
-    Rule(cause="slow_loader", threshold=0.10, find=slow_loader,
+    Rule(cause="slow_loader", threshold=0.10, find=host.slow_loader,
          of="share of the time in data wait: of one rank beyond the others, or of all"),
-    Rule(cause="slow_copy", threshold=0.10, find=slow_copy, of="share of the time in copies to the device"),
-    Rule(cause="slow_rank", threshold=0.15, find=slow_rank,
+    Rule(cause="slow_copy", threshold=0.10, find=host.slow_copy, of="share of the time in copies to the device"),
+    Rule(cause="slow_rank", threshold=0.15, find=ranks.slow_rank,
          of="share of a step that one rank computes longer than the median of the others, and 1.2 times as long;"
             " called uneven_data or busy_neighbour if samples or the run queue explain it"),
-    Rule(cause="unequal_stages", threshold=0.10, find=unequal_stages,
+    Rule(cause="unequal_stages", threshold=0.10, find=ranks.unequal_stages,
          of="share of a step that the slowest pipeline stage computes longer than the mean, and 1.2 times as long;"
             " called busy_neighbour if the run queue explains it"),
-    Rule(cause="few_micro_batches", threshold=0.18, find=few_micro_batches,
+    Rule(cause="few_micro_batches", threshold=0.18, find=ranks.few_micro_batches,
          of="share of the time in the bubble of a pipeline, mean over ranks"),
-    Rule(cause="slow_callback", threshold=0.05, find=slow_callback, of="share of the time in one class's hooks"),
-    Rule(cause="slow_logging", threshold=0.05, find=slow_logging, of="share of the time in loggers"),
-    Rule(cause="checkpoint_stall", threshold=0.05, find=checkpoint_stall, of="share of the time in saves"),
-    Rule(cause="exposed_communication", threshold=0.05, find=exposed_communication,
+    Rule(cause="slow_callback", threshold=0.05, find=ranks.slow_callback, of="share of the time in one class's hooks"),
+    Rule(cause="slow_logging", threshold=0.05, find=ranks.slow_logging, of="share of the time in loggers"),
+    Rule(cause="checkpoint_stall", threshold=0.05, find=ranks.checkpoint_stall, of="share of the time in saves"),
+    Rule(cause="exposed_communication", threshold=0.05, find=ranks.exposed_communication,
          of="share of the time in exposed communication, mean over ranks (on CPUs 0.15, and as many times"
             " that as ranks outnumber them); called"
             " sync_while_accumulating if gradients are averaged 1.5 times or more for an optimizer step, small_buckets"
             " below bucket_cap_mb=1, small_units if fsdp or hsdp gather 8 times a step or more, less than 1 MB each,"
             " and underused_link below 0.6 of the rate of a large all-reduce"),
-    Rule(cause="costly_compression", threshold=COSTLY_COMPRESSION, find=costly_compression,
+    Rule(cause="costly_compression", threshold=COSTLY_COMPRESSION, find=network.costly_compression,
          of="share of a step by which gradients take longer with the compression than in a plain all-reduce at the"
             " end of training; judged if communication took 0.15 of the time"),
-    Rule(cause="slow_link", threshold=0.4, find=slow_link,
+    Rule(cause="slow_link", threshold=0.4, find=network.slow_link,
          of="at most this share of the rate of fast links, between two ranks on different hosts; measured at the end"
             " of training, if communication took 0.15 of the time"),
-    Rule(cause="device_reads", threshold=1, find=device_reads,
+    Rule(cause="device_reads", threshold=1, find=device.device_reads,
          of="reads of an accelerator in the `training_step` that was checked"),
-    Rule(cause="unfused_optimizer", threshold=0.05, find=unfused_optimizer,
+    Rule(cause="unfused_optimizer", threshold=0.05, find=device.unfused_optimizer,
          of="share of the time of an accelerator in an optimizer's step that one kernel could do (`fused=True`)"),
-    Rule(cause="host_bound", threshold=0.3, find=host_bound,
+    Rule(cause="host_bound", threshold=0.3, find=host.host_bound,
          of="share of the time that the calls of operators take, by the time of a minimal operator"),
-    Rule(cause="thread_oversubscription", threshold=0.10, find=thread_oversubscription,
+    Rule(cause="thread_oversubscription", threshold=0.10, find=host.thread_oversubscription,
          of="share of the time without a CPU, if there are more threads than CPUs"),
-    Rule(cause="cpu_shortage", threshold=0.15, find=cpu_shortage,
+    Rule(cause="cpu_shortage", threshold=0.15, find=host.cpu_shortage,
          of="share of the time that every rank spends without a CPU, if there are no more threads than CPUs; called"
             " busy_neighbour if there are no more ranks than CPUs either, or the ranks leave half of them idle"),
-    Rule(cause="full_memory", threshold=0.9, find=full_memory,
+    Rule(cause="full_memory", threshold=0.9, find=device.full_memory,
          of="largest allocated share of a device's memory; or torch had to free memory that it had reserved"),
-    Rule(cause="unused_memory", threshold=0.7, find=unused_memory,
+    Rule(cause="unused_memory", threshold=0.7, find=device.unused_memory,
          of="largest allocated share of the devices' memory, if below it while they compute at less than 0.3 of the"
             " peak rate"),
-    Rule(cause="full_shared_memory", threshold=0.9, find=full_shared_memory,
+    Rule(cause="full_shared_memory", threshold=0.9, find=host.full_shared_memory,
          of="largest used share of a host's `/dev/shm`"),
-    Rule(cause="swapping", threshold=1.0, find=swapping,
+    Rule(cause="swapping", threshold=1.0, find=host.swapping,
          of="MB a second that a host reads back from swap during training"),
-    Rule(cause="throttled_device", threshold=0.5, find=throttled_device,
+    Rule(cause="throttled_device", threshold=0.5, find=device.throttled_device,
          of="share of the reads through NVML in which a device was throttled for heat or power"),
-    Rule(cause="padding", threshold=0.20, find=padding, of="share of padding among the tokens"),
-    Rule(cause="uneven_data", threshold=0.05, find=uneven_data, of="share of filler batches on a rank"),
-    Rule(cause="slow_validation", threshold=0.30, find=slow_validation, of="share of the time in validation"),
-    Rule(cause="replicas_differ", threshold=1e-9, find=replicas_differ,
+    Rule(cause="padding", threshold=0.20, find=host.padding, of="share of padding among the tokens"),
+    Rule(cause="uneven_data", threshold=0.05, find=host.uneven_data, of="share of filler batches on a rank"),
+    Rule(cause="slow_validation", threshold=0.30, find=ranks.slow_validation, of="share of the time in validation"),
+    Rule(cause="replicas_differ", threshold=1e-9, find=device.replicas_differ,
          of="relative difference between the checksums of parameters that ranks must have in common"),
-    Rule(cause="gradient_spikes", threshold=20, find=gradient_spikes,
+    Rule(cause="gradient_spikes", threshold=20, find=device.gradient_spikes,
          of="a recorded gradient norm as a multiple of the rank's median"),
-    Rule(cause="loss_scale_falls", threshold=64, find=loss_scale_falls,
+    Rule(cause="loss_scale_falls", threshold=64, find=device.loss_scale_falls,
          of="factor by which the loss scale has fallen below its largest value, and stayed there"),
-    Rule(cause="dead_parameters", threshold=3, find=dead_parameters,
+    Rule(cause="dead_parameters", threshold=3, find=device.dead_parameters,
          of="readings in which a parameter has no gradient on any rank, without exception"),
-    Rule(cause="lr_stands_still", threshold=3, find=lr_stands_still,
+    Rule(cause="lr_stands_still", threshold=3, find=device.lr_stands_still,
          of="times that a learning rate scheduler was due since its last step"),
-    Rule(cause="memory_leak", threshold=0.1, find=memory_leak,
+    Rule(cause="memory_leak", threshold=0.1, find=host.memory_leak,
          of="relative growth of the memory of a rank's process, if it has not slowed down by half"),
-    Rule(cause="unused_parameter_search", threshold=3, find=unused_parameter_search,
+    Rule(cause="unused_parameter_search", threshold=3, find=host.unused_parameter_search,
          of="readings under find_unused_parameters, in all of which every parameter has a gradient"),
-    Rule(cause="varying_steps", threshold=0.15, find=varying_steps,
+    Rule(cause="varying_steps", threshold=0.15, find=ranks.varying_steps,
          of="share of the time in which even the rank that waits least waits for the others"),
-    Rule(cause="low_compute", threshold=0.85, find=low_compute, is_last=True,
+    Rule(cause="low_compute", threshold=0.85, find=host.low_compute, is_last=True,
          of="share of a step in forward, backward and optimizer (on CPUs, and in collectives), if below it and"
             " without any other finding"),
 )  # fmt: skip

@@ -2,7 +2,7 @@
 
 import pytest
 
-from polyphase.doctor.cluster import judge_clocks, judge_links, judge_meeting, judge_versions_alike
+from polyphase.doctor.host import judge_clocks, judge_links, judge_meeting, judge_versions_alike
 
 HOSTS = {0: "a", 1: "a", 2: "b", 3: "c"}
 

@@ -26,9 +26,9 @@ def test_ranks_that_do_not_come_are_an_error(tmp_path, monkeypatch):
 import os, sys
 os.environ.update(RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="{free_port()}")
 sys.path.insert(0, {str(ROOT)!r})
-from polyphase.doctor import cluster
-cluster._PATIENCE_S = 2.0
-check, = cluster.check_cluster(".")
+from polyphase.doctor import host
+host._PATIENCE_S = 2.0
+check, = host.check_cluster(".")
 print(check.name, check.status, check.found)
 """
     finished = run_command([sys.executable, "-c", code], timeout_s=60)
