@@ -68,10 +68,10 @@ from .loop import (
     reports_uncaught,
 )
 from .preflight import check_module
+from .select import select, use_own_device
 from .strategies import STRATEGIES, adapt, lists_devices, prepare_to_repeat
 from .strategies.offload import choose_offload
 from .strategies.recompute import blocks_to_recompute, check_recompute, kept_operators
-from .strategies.select import select, use_own_device
 
 __all__ = ["Engine", "fit"]
 

@@ -55,7 +55,7 @@ GRADIENT: Sequence[Stop] = (
         "during backward; the wire counts the bytes of each comm hook",
         "engine/compression/counting_group.py",
     ),
-    ("The norm is taken over all shards", "and the gradients are clipped by it", "engine/strategies/clipping.py"),
+    ("The norm is taken over all shards", "and the gradients are clipped by it", "engine/precision/clipping.py"),
     (
         "Not finite? The rank is named",
         "all values of a logging interval are read at once",

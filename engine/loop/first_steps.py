@@ -31,7 +31,8 @@ from torch.distributed.tensor import DTensor
 from .._compat.torch import _ConvNd
 from ..checkpoint import get_random_state
 from ..distributed.object_group import WORLD
-from ..strategies import adapt, capabilities_of, norm_of
+from ..precision.clipping import norm_of
+from ..strategies import adapt, capabilities_of
 from .digests import Digests, digests, unequal_replicas, whole
 from .module_copy import copy_whole, fill_copy
 from .sampled_block import SampledBlock

@@ -26,7 +26,7 @@ from torch import Tensor
 from ..devices import module_of, peak_bytes
 from ..distributed.object_group import WORLD
 from ..memory import model_state_bytes
-from .step_snapshot import StepSnapshot
+from ..strategies.step_snapshot import StepSnapshot
 
 __all__ = ["OutOfMemory", "RetryStep"]
 

@@ -18,7 +18,7 @@ from .._compat.lightning import _ResultCollection, _ResultMetric
 from ..data import UnevenEvalLoader, even_batches_of
 from ..distributed.fillers import among_fillers
 from ..strategies import adapt, updated_buffers
-from .step_snapshot import StepSnapshot
+from ..strategies.step_snapshot import StepSnapshot
 from .transfer import Transfer
 
 __all__ = ["EvalPadding", "beside_fillers", "run_padding_batch"]

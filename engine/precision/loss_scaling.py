@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..devices import multiply
-from ..strategies.clipping import local_values
+from .clipping import local_values
 
 __all__ = ["LossScaler", "Parameters", "ScaledPrecision", "one_update"]
 

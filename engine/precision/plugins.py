@@ -1,6 +1,6 @@
 """Precision plugins, the same under every strategy and on every device.
 
-They are Lightning's plugins, with two differences. `strategies/clipping.py` clips gradients: it supports sharded ones,
+They are Lightning's plugins, with two differences. `clipping.py` clips gradients: it supports sharded ones,
 and keeps the norm. `16-mixed` also uses float16 on the CPU (where Lightning silently uses bfloat16) and under FSDP2
 (where Lightning refuses it). GradScaler's check for infinities has the same result on all ranks: averaged gradients
 carry an infinity to all of them, and for sharded gradients torch reduces the result over the mesh.
@@ -19,7 +19,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..strategies.clipping import clip_by_norm, clip_by_value
+from .clipping import clip_by_norm, clip_by_value
 from .loss_scaling import LossScaler, Parameters, ScaledPrecision, one_update
 from .names import PRECISIONS, canonical_precision
 

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 from lightning.pytorch import Trainer
 
+from ..contract import adapt
 from ..distributed.waits import current_wait, wait_that_raised
 from ..phases import PhaseClock
-from ..strategies import adapt
 from .flight_recorder import recorded
 from .tracebacks import is_installed, package_of
 

@@ -30,9 +30,9 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from .._compat.lightning import _SignalConnector
+from ..contract import adapt
 from ..distributed.job_store import SignedStore
 from ..distributed.waits import waiting
-from ..strategies import adapt
 
 __all__ = ["Interrupted", "SignalConnector", "StopConsensus"]
 

@@ -19,9 +19,9 @@ from typing import Any
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 
+from ..contract import adapt
 from ..distributed.job_store import SignedStore
 from ..distributed.waits import waiting
-from ..strategies import adapt
 from .signals import StopConsensus
 
 __all__ = ["SteeredApartError", "Steering"]

@@ -9,11 +9,9 @@ from ..lazy import import_on_access
 from .registry import STRATEGIES, register_strategy
 
 if TYPE_CHECKING:
-    from .capabilities import Capabilities
-    from .clipping import norm_of
+    from ..contract import Capabilities, EngineStrategy, adapt, capabilities_of, lists_devices, without_sync
     from .compressing import prepare_to_repeat
     from .fsdp.unit_plan import describe_units
-    from .interface import EngineStrategy, adapt, capabilities_of, lists_devices, without_sync
     from .rank_buffers import differing_buffers, updated_buffers
     from .tensor import make_plan
 
@@ -27,7 +25,6 @@ __all__ = [
     "differing_buffers",
     "lists_devices",
     "make_plan",
-    "norm_of",
     "prepare_to_repeat",
     "register_strategy",
     "updated_buffers",
@@ -37,17 +34,16 @@ __all__ = [
 __getattr__ = import_on_access(
     __name__,
     {
-        "Capabilities": "capabilities",
-        "EngineStrategy": "interface",
-        "adapt": "interface",
-        "capabilities_of": "interface",
+        "Capabilities": ".contract",
+        "EngineStrategy": ".contract",
+        "adapt": ".contract",
+        "capabilities_of": ".contract",
         "describe_units": "fsdp.unit_plan",
         "differing_buffers": "rank_buffers",
-        "lists_devices": "interface",
+        "lists_devices": ".contract",
         "make_plan": "tensor",
-        "norm_of": "clipping",
         "prepare_to_repeat": "compressing",
         "updated_buffers": "rank_buffers",
-        "without_sync": "interface",
+        "without_sync": ".contract",
     },
 )

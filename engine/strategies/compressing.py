@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..compression import CommHook, CountingGroup
-from .interface import EngineStrategy, capabilities_of
+from ..contract import EngineStrategy, capabilities_of
 
 __all__ = ["CommHookMixin", "prepare_to_repeat"]
 

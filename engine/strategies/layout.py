@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
 from ..checkpoint import get_random_state, host_state, set_random_state
+from ..contract import Capabilities, EngineStrategy
 from ..devices import module_of
 from ..distributed.fillers import leave_out_fillers
 from ..distributed.object_group import WORLD, ObjectGroup
@@ -19,8 +20,6 @@ from ..environment import is_elastic, listen_on_loopback, listen_towards, place_
 from ..flags import Layout
 from ..launch.process_launchers import make_launcher
 from ..reliability.rendezvous import connect, name_of_start, open_store, wait_for_all
-from .capabilities import Capabilities
-from .interface import EngineStrategy
 from .parameter_hooks import ParameterHooks
 from .rank_buffers import BufferAverage
 from .reentrant import allow_reentrant, avoid_reentrant

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from ..contract import EngineStrategy
 from ..distributed.object_group import WORLD
-from .interface import EngineStrategy
 from .whole_steps import whole_results
 
 __all__ = ["ParameterHooks"]

@@ -21,8 +21,8 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .clipping import local_values
-from .interface import adapt
+from ..contract import adapt
+from ..precision.clipping import local_values
 
 __all__ = ["StepGuard", "needs_closure"]
 

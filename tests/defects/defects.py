@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from polyphase.engine.loop.loss_weighting import LossWeighting
-from polyphase.engine.strategies import clipping
+from polyphase.engine.precision import clipping
 from polyphase.engine.strategies.fsdp import strategy as fsdp
 from polyphase.engine.strategies.optimizer_trial import Habits
 from polyphase.engine.strategies.pipeline import attribute_guard, gradients, run, strategy

@@ -204,8 +204,8 @@ def _module_of(modules: set[str]) -> Callable[[str], str | None]:
 
 def test_nobody_outside_of_the_strategies_looks_at_a_strategys_class_or_tries_its_attributes():
     """Whoever wants to know something asks `adapt` or `capabilities_of`, which answer for every strategy."""
-    own = ROOT / "engine" / "strategies"
-    paths = [path for path in SOURCES if not path.is_relative_to(own)]
+    own = ROOT / "engine" / "strategies", ROOT / "engine" / "contract.py"
+    paths = [path for path in SOURCES if not any(map(path.is_relative_to, own))]
     assert [f"{p.relative_to(ROOT)}:{probe}" for p in paths for probe in probes(ast.parse(p.read_text()))] == []
 
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from ...compression import Bucket, CommHook, CountingGroup, ParamSlice
 from ...compression.bucket import accumulation_dtype
 from ...distributed.object_group import ObjectGroup
-from ..clipping import norm_of
+from ...precision.clipping import norm_of
 
 __all__ = ["StageGradients"]
 

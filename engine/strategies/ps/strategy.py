@@ -27,13 +27,13 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from ...compression import CommHook
+from ...contract import Capabilities
 from ...distributed.fillers import is_here, rows_of_samples
 from ...environment import bind_interface
 from ...flags import Layout
 from ...initialization.materialize import check_shapes
 from ...launch.process_launchers import end_group_at_exit
 from ...reliability.failure import print_rank
-from ..capabilities import Capabilities
 from ..layout import DistributedStrategy
 from ..optimizer_trial import habits_of
 from ..options import PSOptions

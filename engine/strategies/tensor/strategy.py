@@ -40,11 +40,11 @@ from ...choices import Axis
 from ...compression import CommHook
 from ...flags import Layout, check_count
 from ...initialization.materialize import check_shapes
-from ...loop.step_snapshot import StepSnapshot
 from ..fsdp.shard_checks import explained
 from ..fsdp.strategy import FSDP
 from ..options import FSDPTPOptions, HSDPTPOptions, TPOptions
 from ..pipeline.remote_values import is_users
+from ..step_snapshot import StepSnapshot
 from ..whole_steps import plain_as_replicas
 from .mixed_loss import give_plain_gradients
 from .operator_rules import install_operator_rules, restore_operator_rules

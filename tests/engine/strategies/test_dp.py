@@ -12,8 +12,8 @@ from torchmetrics import MeanMetric
 
 from polyphase.engine import Engine
 from polyphase.engine.precision.plugins import make_precision
+from polyphase.engine.select import _say_once
 from polyphase.engine.strategies.dp import DP, _Step, make_dp, merged_logs, merged_outputs
-from polyphase.engine.strategies.select import _say_once
 from tests.engine.parity import build, largest_difference, loader
 from tests.engine.tiny import QUIET, Regression, engine, rows
 

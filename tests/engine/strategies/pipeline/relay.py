@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from polyphase.engine.loop.step_snapshot import StepSnapshot
 from polyphase.engine.strategies.pipeline.partitioned_module import PartitionedModule, StepJob
 from polyphase.engine.strategies.pipeline.plan import plan_stages, replace_absent
 from polyphase.engine.strategies.pipeline.shapes import Shapes
 from polyphase.engine.strategies.pipeline.stage_module import StageModule
+from polyphase.engine.strategies.step_snapshot import StepSnapshot
 
 CPU = torch.device("cpu")
 

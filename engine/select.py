@@ -18,14 +18,14 @@ from lightning.pytorch.trainer.connectors import accelerator_connector
 from lightning.pytorch.utilities import rank_zero_info
 
 # Lightning: the meaning of accelerator="auto" and "gpu".
-from .._compat.lightning import _select_auto_accelerator
-from ..compression import CommHook, make_comm_hook
-from ..config import EngineConfig
-from ..flags import LAUNCHERS, Flag, did_you_mean, parse_flag, parse_options, split_launcher
-from ..precision.names import TRANSFORMER_ENGINE, canonical_precision
-from ..precision.plugins import make_precision
-from .registry import STRATEGIES, find_strategy, import_all
-from .sync_batchnorm import SyncBatchNorm
+from ._compat.lightning import _select_auto_accelerator
+from .compression import CommHook, make_comm_hook
+from .config import EngineConfig
+from .flags import LAUNCHERS, Flag, did_you_mean, parse_flag, parse_options, split_launcher
+from .precision.names import TRANSFORMER_ENGINE, canonical_precision
+from .precision.plugins import make_precision
+from .strategies.registry import STRATEGIES, find_strategy, import_all
+from .strategies.sync_batchnorm import SyncBatchNorm
 
 __all__ = ["TrainerArgs", "select", "use_own_device"]
 

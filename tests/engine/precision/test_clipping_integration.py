@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from polyphase.engine.strategies.clipping import clip_by_norm
+from polyphase.engine.precision.clipping import clip_by_norm
 from tests.distributed import run_ranks
 
 

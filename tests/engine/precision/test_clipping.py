@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from polyphase.engine.strategies.clipping import clip_by_norm, clip_by_value
+from polyphase.engine.precision.clipping import clip_by_norm, clip_by_value
 
 from ..tiny import Regression, engine, rows
 
