@@ -26,7 +26,7 @@ import psutil
 from rich.console import Console
 from rich.text import Text
 
-from polyphase.engine.environment import launched_as, listen_towards, master_port, num_launched
+from polyphase.engine.distributed.environment import launched_as, listen_towards, master_port, num_launched
 from polyphase.engine.flags import choose
 
 from .rules import RULES

@@ -155,7 +155,7 @@ def _parse(words: Sequence[str]) -> tuple[int, bool, bool, list[str]]:
 
 def _check(flags: Sequence[str]) -> None:
     """Refuses flags that can't be used here, before any process starts; the command itself refuses others."""
-    from polyphase.engine.environment import num_launched
+    from polyphase.engine.distributed.environment import num_launched
 
     if num_launched() > 1:
         raise ValueError("doctor fit starts the processes itself: run it alone, not under torchrun, srun or mpiexec.")
@@ -177,7 +177,7 @@ def measure(flags: Sequence[str], steps: int, environment: Mapping[str, str] | N
         RunError: the run failed, or it had no step.
         ValueError: the command refused its flags; the message is its own.
     """
-    from polyphase.engine.environment import environment_with
+    from polyphase.engine.distributed.environment import environment_with
 
     with tempfile.TemporaryDirectory(prefix="polyphase-doctor-") as folder:
         words = [*flags, *_doctor(flags), f"--max_steps={steps}", "--max_epochs=-1", f"--default_root_dir={folder}"]

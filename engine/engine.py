@@ -47,11 +47,11 @@ from .compression import COMM_HOOKS, make_comm_hook
 from .config import EngineConfig
 from .data import check_batch_sizes, check_loader
 from .default_callbacks import default_run_summary, with_defaults
+from .distributed.launchers import environment_of_launcher, resolve_sizes
 from .errors import RefusedError, check_checkpoint, check_nodes, check_writable, refusing
 from .flags import Layout, check_count, choose
 from .initialization.materialize import check_shapes
 from .initialization.stored_weights import read_stored
-from .launch.detection import environment_of_launcher, resolve_sizes
 from .loop import (
     NonFiniteWatch,
     OffloadActivations,

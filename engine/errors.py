@@ -11,7 +11,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from .checkpoint.publish import LEFTOVERS
-from .environment import has_rendezvous
+from .distributed.environment import has_rendezvous
 from .flags import did_you_mean
 
 __all__ = [

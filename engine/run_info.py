@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .config import plain_value
-from .environment import given_seed
+from .distributed.environment import given_seed
 from .strategies import adapt
 from .version import __version__
 

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from ..environment import job_secret
+from .environment import job_secret
 
 __all__ = ["MOST_BYTES", "Fields", "parsed", "signed", "verified"]
 

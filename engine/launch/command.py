@@ -51,7 +51,7 @@ def main(words: Sequence[str]) -> int:
     except ValueError as error:
         print(f"polyphase: error: {error}", file=sys.stderr)
         return 2
-    from ..environment import allow_late_nodes, share_job_secret, share_threads
+    from ..distributed.environment import allow_late_nodes, share_job_secret, share_threads
 
     share_threads(num_processes)
     module = "torch.distributed.run"

@@ -39,14 +39,14 @@ from torch.nn.parameter import is_lazy
 # Lightning: the private launcher that its own DDPStrategy uses.
 from .._compat.lightning import _ChildProcessObserver, _MultiProcessingLauncher, _SubprocessScriptLauncher
 from ..checkpoint import get_random_state
-from ..distributed.ports import reserve_port
-from ..environment import (
+from ..distributed.environment import (
     child_environment,
     compute_with_one_thread,
     keep_job_secret,
     owns_master_port,
     shows_all_frames,
 )
+from ..distributed.ports import reserve_port
 from ..flags import LAUNCHERS
 from ..initialization.stored_weights import make_room
 from ..reliability.failure import print_rank, report_failure, watch_parent

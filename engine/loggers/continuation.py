@@ -33,7 +33,7 @@ from .._compat.lightning import _convert_params, _flatten_dict
 from ..checkpoint.checked_io import Files, absolute, is_plain_name, resolve
 from ..checkpoint.manifest import find
 from ..checkpoint.run_record import read_record, replace_file
-from ..environment import restart_count
+from ..distributed.environment import restart_count
 
 __all__ = ["LogContinuation", "kind_of"]
 

@@ -56,7 +56,7 @@ from ..data import (
     tracks_own_position,
 )
 from ..data.batch_sizes import BatchSizes
-from ..environment import global_seed
+from ..distributed.environment import global_seed
 from ..resume.data_position import DataPosition
 from ..strategies import adapt
 

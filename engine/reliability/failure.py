@@ -40,8 +40,8 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from .._compat.lightning import _ChildProcessObserver, _TunerExitException
 from .._compat.torch import _engine_run_backward
+from ..distributed.environment import parent_pid
 from ..distributed.job_store import FIRST_FAILURE, CausedByRank, JobStore
-from ..environment import parent_pid
 from .flight_recorder import recorded
 from .hard_exit import hard_exit
 from .rank_registry import has_ended, in_words

@@ -16,10 +16,10 @@ from typing import Any
 
 import psutil
 
+from ..distributed.environment import own_address
 from ..distributed.host_liveness import ProcessState, accept_probes, own_port, probe
 from ..distributed.job_store import JobStore
 from ..distributed.signing import Fields
-from ..environment import own_address
 
 __all__ = [
     "ALL_CONNECTED",

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from ..environment import ALL_FRAMES, shows_all_frames
+from ..distributed.environment import ALL_FRAMES, shows_all_frames
 
 __all__ = [
     "Failure",

@@ -25,10 +25,10 @@ from contextlib import suppress
 from typing import Any
 
 from ..contract import adapt
+from ..distributed.environment import shows_all_frames
 from ..distributed.job_store import FIRST_FAILURE
+from ..distributed.launchers import launcher_name
 from ..distributed.store_calls import PATIENCE_S, StoreLostError, end_threads
-from ..environment import shows_all_frames
-from ..launch.detection import launcher_name
 from .failure import DONE, TOLD, Wakeup, delay_the_kill, print_rank, watch_parent
 from .flight_recorder import late_ranks
 from .hard_exit import hard_exit, started_ranks

@@ -41,8 +41,8 @@ from ..checkpoint.single_file import OURS
 from ..checkpoint.state_tree import mapped
 from ..checkpoint.whole import names_in, part_of
 from ..compression import reshard_residuals
+from ..distributed.environment import restart_count
 from ..distributed.object_group import num_ranks
-from ..environment import restart_count
 from ..initialization.materialize import has_meta_tensors, materialize
 from ..initialization.stored_weights import check_stored, read_stored
 from ..strategies import adapt, capabilities_of

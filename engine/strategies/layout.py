@@ -13,10 +13,10 @@ from torch.distributed.constants import default_pg_timeout
 from ..checkpoint import get_random_state, host_state, set_random_state
 from ..contract import Capabilities, EngineStrategy
 from ..devices import module_of
+from ..distributed.environment import is_elastic, listen_on_loopback, listen_towards, place_on_one_machine
 from ..distributed.fillers import leave_out_fillers
 from ..distributed.object_group import WORLD, ObjectGroup
 from ..distributed.side_sum import SideSum
-from ..environment import is_elastic, listen_on_loopback, listen_towards, place_on_one_machine
 from ..flags import Layout
 from ..launch.process_launchers import make_launcher
 from ..reliability.rendezvous import connect, name_of_start, open_store, wait_for_all

@@ -185,6 +185,21 @@ def test_no_file_imports_another_that_imports_it_not_even_in_a_function():
     assert set(order.static_order()) == modules  # a CycleError names the circle
 
 
+def test_no_room_imports_another_that_imports_it_not_even_by_way_of_a_third():
+    # A room is a folder, or a file that lies directly in its package.
+    find = _module_of({_module_name(path) for path in SOURCES})
+    rooms: dict[str, set[str]] = {}
+    for path in SOURCES:
+        used = {_room(module) for name in _at_run_time(path) if (module := find(name))}
+        rooms.setdefault(_room(_module_name(path)), set()).update(used)
+    order = graphlib.TopologicalSorter({room: used - {room} for room, used in rooms.items()})
+    assert set(order.static_order()) == rooms.keys()  # a CycleError names the circle
+
+
+def _room(module: str) -> str:
+    return ".".join(module.split(".")[:3])
+
+
 def _at_run_time(path: Path) -> set[str]:
     tree = ast.parse(path.read_text())
     later = {name for node in tree.body if _is_for_types(node) for name, _ in imports_of(node, path)}
@@ -204,7 +219,8 @@ def _module_of(modules: set[str]) -> Callable[[str], str | None]:
 
 def test_nobody_outside_of_the_strategies_looks_at_a_strategys_class_or_tries_its_attributes():
     """Whoever wants to know something asks `adapt` or `capabilities_of`, which answer for every strategy."""
-    own = ROOT / "engine" / "strategies", ROOT / "engine" / "contract.py"
+    # The contract asks once for all, and `select` is given a flag or an object by the user.
+    own = [ROOT / "engine" / name for name in ("strategies", "contract.py", "select.py")]
     paths = [path for path in SOURCES if not any(map(path.is_relative_to, own))]
     assert [f"{p.relative_to(ROOT)}:{probe}" for p in paths for probe in probes(ast.parse(p.read_text()))] == []
 
@@ -281,7 +297,11 @@ def test_models_and_callbacks_do_not_know_each_other(folder):
 
 def test_only_what_is_about_the_environment_reads_it():
     readers = [path.relative_to(ROOT).as_posix() for path in SOURCES if {"os.environ", "os.getenv"} & _attributes(path)]
-    assert readers == ["engine/environment.py", "engine/launch/command.py", "engine/launch/detection.py"]
+    assert readers == [
+        "engine/distributed/environment.py",
+        "engine/distributed/launchers.py",
+        "engine/launch/command.py",
+    ]
 
 
 def _attributes(path: Path) -> set[str]:

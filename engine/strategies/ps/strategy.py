@@ -28,8 +28,8 @@ from torchmetrics import Metric
 
 from ...compression import CommHook
 from ...contract import Capabilities
+from ...distributed.environment import bind_interface
 from ...distributed.fillers import is_here, rows_of_samples
-from ...environment import bind_interface
 from ...flags import Layout
 from ...initialization.materialize import check_shapes
 from ...launch.process_launchers import end_group_at_exit

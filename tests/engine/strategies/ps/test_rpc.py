@@ -12,7 +12,7 @@ import torch
 from torch.distributed.rpc import internal
 from torch.futures import Future
 
-from polyphase.engine.environment import bind_interface
+from polyphase.engine.distributed.environment import bind_interface
 from polyphase.engine.strategies.ps import server
 from polyphase.engine.strategies.ps.object_gather import PendingGathers
 from polyphase.engine.strategies.ps.rpc import Connection, _Unpickler, interface_of

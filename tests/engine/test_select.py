@@ -24,7 +24,7 @@ from polyphase.engine.strategies.recompute import Recomputed
 from polyphase.engine.strategies.sync_batchnorm import SyncBatchNorm
 from tests.pairs import nightly
 
-from ..tiny import Seen, engine
+from .tiny import Seen, engine
 
 MULTI = [name for name, row in STRATEGIES.items() if row.make]
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, SingleDeviceStrategy
 
+from polyphase.engine.contract import Capabilities, EngineStrategy, adapt, capabilities_of, without_sync
 from polyphase.engine.flags import Layout
-from polyphase.engine.strategies import STRATEGIES, Capabilities, EngineStrategy, adapt, capabilities_of, without_sync
-from polyphase.engine.strategies import capabilities as file
+from polyphase.engine.strategies import STRATEGIES
 from polyphase.engine.strategies.ddp import DDP
 from polyphase.engine.strategies.options import DDPOptions
 from tests.engine.tiny import Regression, engine, rows
@@ -19,7 +19,7 @@ MULTI = [name for name, row in STRATEGIES.items() if row.make]
 
 
 def test_each_capability_is_described_in_one_line():
-    (kind,) = (node for node in ast.parse(inspect.getsource(file)).body if isinstance(node, ast.ClassDef))
+    (kind,) = ast.parse(inspect.getsource(Capabilities)).body
     fields = [node for node in kind.body if isinstance(node, ast.AnnAssign)]
     assert [node.target.id for node in fields] == [field.name for field in dataclasses.fields(Capabilities)]
     for node in fields:

@@ -7,10 +7,10 @@ import psutil
 import pytest
 import torch
 
-from polyphase.engine.environment import global_seed, listen_towards
-from polyphase.engine.launch.detection import launched_sizes, launcher_name, resolve_sizes
+from polyphase.engine.distributed.environment import global_seed, listen_towards
+from polyphase.engine.distributed.launchers import launched_sizes, launcher_name, resolve_sizes
 
-from .tiny import QUIET, Engine
+from ..tiny import QUIET, Engine
 
 AUTO = ("auto", -1, "-1")
 """Ways of leaving `devices` to the launcher."""

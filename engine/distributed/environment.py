@@ -1,4 +1,4 @@
-"""Environment variables about processes and their connections; `launch.detection` reads those of launchers."""
+"""Environment variables about processes and their connections; `launchers.py` reads what launchers set."""
 
 import os
 import secrets
@@ -12,7 +12,7 @@ import psutil
 import torch
 from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment
 
-from .launch.detection import LaunchedEnvironment, launcher_name, number_in
+from .launchers import LaunchedEnvironment, launcher_name, number_in
 
 __all__ = [
     "ALL_FRAMES",
