@@ -107,6 +107,8 @@ class Manifest:
     versions: dict[str, str]
     files: dict[str, tuple[int, int]]
     """Size in bytes and CRC-32 of each file, by its name."""
+    structures: dict[str, int] = dataclasses.field(default_factory=dict)
+    """`state_tree.structure_of` the content of `REST` and `RANKS`: callbacks and schedulers rely on theirs."""
     run: str = ""
     """Id of the run that saved the checkpoint."""
     lineage: tuple[str, ...] = ()
@@ -268,6 +270,8 @@ def _manifest(fields: dict[str, Any]) -> Manifest:
             raise ValueError(f"{name} has no size and checksum")
         if not all(type(n) is int and 0 <= n <= most for n, most in zip(entry, (MOST, _CRC_MOST), strict=True)):
             raise ValueError(f"{name} has an impossible size or checksum")
+    if not all(type(crc) is int and 0 <= crc <= _CRC_MOST for crc in _field(fields, "structures", dict).values()):
+        raise ValueError("structures has an impossible checksum")
     if not is_plain_name(_field(fields, "name", str)) or is_reserved(fields["name"]):
         raise ValueError(f"its name is {fields['name']!r}, which is no name within a folder")
     if not 0 <= (fields["time"] if type(fields["time"]) is int else _field(fields, "time", float)) <= _MOST_TIME_S:

@@ -13,7 +13,7 @@ from .dcp_storage import Index, Reader, read_index
 from .manifest import RANKS, REST, CheckpointError, Manifest, damage
 from .publish import check_files
 from .single_file import HEAD, OURS
-from .state_tree import join, like, marks, tensor_keys
+from .state_tree import join, like, marks, structure_of, tensor_keys
 from .strided_shards import reading_plan
 from .whole import NotPlainError, load_archive
 
@@ -83,6 +83,9 @@ def _states(
             raise CheckpointError(f"its {key} is {expected} in the manifest, but another in {REST}")
     _check_marks(rest, ranks, index)
     check_state(rest, ranks, manifest)
+    for name, content in ((REST, rest), (RANKS, ranks)):
+        if manifest.structures.get(name) != structure_of(content):
+            raise CheckpointError(f"{name} has other entries, or entries of other types, than were saved")
     return rest, ranks
 
 
@@ -90,7 +93,7 @@ def _check_marks(rest: dict[str, Any], ranks: list[Any], index: Index) -> None:
     """Checks that each mark stands for a tensor, at the place of this tensor, and that none was left out."""
     of_rest = [*marks(rest)]
     of_all = [*of_rest, *marks(ranks)]
-    if any(type(key) is not str for _, key in of_all):
+    if {type(key) for _, key in of_all} - {str}:
         raise CheckpointError("it refers to a tensor by a key that is not text")
     if absent := [key for _, key in of_all if key not in index]:
         raise CheckpointError(f"it has no tensors {', '.join(absent)}")

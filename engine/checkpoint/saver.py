@@ -37,7 +37,7 @@ from .manifest import RANKS, REST, CheckpointError, Manifest, damage, parse_mani
 from .opening import Wants, check_content, open_directory, wrong_files
 from .publish import begin, discard, publish, remove, update_link
 from .single_file import wrong_in
-from .state_tree import is_plain, mapped, merged, split, to_lightning
+from .state_tree import is_plain, mapped, merged, split, structure_of, to_lightning
 from .strided_shards import SavePlanner
 from .whole import not_plain, whole_checkpoint
 
@@ -54,6 +54,8 @@ class _Job(NamedTuple):
     """Returns this rank's tensors, in host memory."""
     rest: bytes
     """Everything but tensors, serialised; empty on all ranks but rank 0."""
+    structure: int
+    """`structure_of` the rest; 0 on all ranks but rank 0."""
     of_rank: bytes
     """The state that only this rank has, serialised."""
     about: dict[str, Any]
@@ -135,7 +137,8 @@ class AsyncCheckpointer:
         # Nothing changes tensors in host memory while this thread itself saves them: they need no copies.
         needs_copies = in_background or any(tensor.device.type != "cpu" for tensor in own_tensors.values())
         staged = self._staging.begin(own_tensors) if needs_copies else lambda: own_tensors
-        job = _Job(path, staged, content, _packed(of_rank), about, link)
+        structure = 0 if group.rank else structure_of(rest)
+        job = _Job(path, staged, content, structure, _packed(of_rank), about, link)
         if not in_background:
             self._write(job, group)
             self.has_failed = False
@@ -346,7 +349,11 @@ class AsyncCheckpointer:
         for written, _ in of_ranks:
             files.written.update(written)
         manifest = Manifest(
-            name=job.path.rstrip("/").rsplit("/", 1)[-1], time=time.time(), files=dict(files.written), **job.about
+            name=job.path.rstrip("/").rsplit("/", 1)[-1],
+            time=time.time(),
+            files=dict(files.written),
+            structures={REST: job.structure, RANKS: structure_of(states)},
+            **job.about,
         )
         notes = [publish(files.url, job.path, manifest)]
         # Opened before an older one is removed.

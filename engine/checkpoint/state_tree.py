@@ -5,6 +5,7 @@ state is stored by parameter name, so that it does not depend on which rank hold
 """
 
 import math
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -26,6 +27,7 @@ __all__ = [
     "marks",
     "merged",
     "split",
+    "structure_of",
     "tensor_keys",
     "to_lightning",
 ]
@@ -126,6 +128,29 @@ def merged(trees: list[Any]) -> Any:
     if type(first) in (list, tuple):
         return type(first)(merged(list(parts)) for parts in zip(*trees, strict=True))
     return first
+
+
+def structure_of(value: Any) -> int:
+    """Returns the CRC-32 of a nested value's structure: its keys, and the types of its parts, in their order."""
+    return zlib.crc32(repr(_structure(value)).encode(errors="backslashreplace"))
+
+
+def _structure(value: Any) -> Any:
+    kind = type(value)
+    if kind in (dict, OrderedDict):
+        # The text of any other key may name its place in memory. Marks are looked at here, since there are thousands.
+        return [kind.__name__] + [
+            (
+                key if type(key) in _VALUES else type(key).__name__,
+                _MARK if type(item) is dict and _MARK in item else _structure(item),
+            )
+            for key, item in value.items()
+        ]
+    if kind in (list, tuple):
+        if _are_values(value):
+            return [kind.__name__, [item.__name__ for item in map(type, value)]]
+        return [kind.__name__, [_structure(item) for item in value]]
+    return "Tensor" if isinstance(value, Tensor) else kind.__name__
 
 
 def mapped(function: Callable[[Any], Any], value: Any, kind: type = Tensor) -> Any:
