@@ -5,10 +5,12 @@ containers of equal length, one with trained parameters is preferred. Without su
 its longest `Sequential`, or else of its longest `ModuleDict` of one class.
 Neighbouring units form a stage, balanced by the number of parameters. A module outside of the units belongs to the
 stage of the unit registered before it, or to the first; torchmetrics objects belong to the last. Parameters of the
-modules that contain the units, such as a class token, and those that several stages share are held by each of these.
+modules that contain the units, such as a class token, and those that several stages share, by themselves or with the
+module that has them, are held by each of these.
 """
 
 import dataclasses
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 
@@ -30,9 +32,16 @@ class StagePlan:
     stages: tuple[tuple[nn.Module, ...], ...]
     """The units of each stage, in the order of their calls."""
     modules: dict[nn.Module, tuple[int, ...]]
-    """For each sub-module, the stages that hold its own parameters: one, or several for modules that contain units."""
+    """For each sub-module, the stages that hold its own parameters: one, or several if it contains units of theirs, or
+    lies in units of several."""
     holders: dict[nn.Parameter, tuple[int, ...]]
     """For each parameter, the stages that hold it."""
+
+    @functools.cached_property
+    def around(self) -> frozenset[nn.Module]:
+        """The sub-modules that contain units of several stages."""
+        inside = {part for stage in self.stages for unit in stage for part in unit.modules()}
+        return frozenset(part for part, places in self.modules.items() if len(places) > 1 and part not in inside)
 
     @property
     def num_stages(self) -> int:
@@ -124,6 +133,11 @@ def _units(module: nn.Module) -> tuple[str, list[nn.Module]]:
         units = list(dict.fromkeys(blocks))
         if len(units) > 1:
             return name, units
+        if len(blocks) > 1:
+            raise ValueError(
+                f"the blocks {name!r} of {type(module).__name__} are one module, {len(blocks)} times, which lies on one"
+                " pipeline stage: choose another strategy, such as 'fsdp'."
+            )
     raise ValueError(
         f"{type(module).__name__} has no repeated blocks that a pipeline could be cut at, no ModuleList or ModuleDict"
         f" of one class and no Sequential: {_REMEDY}."
@@ -191,6 +205,10 @@ def _assign_modules(
 ) -> Iterator[tuple[nn.Module, tuple[int, ...]]]:
     """Yields each sub-module with the stages that hold its own parameters."""
     of_unit = {unit: index for index, stage in enumerate(stages) for unit in stage}
+    inside: dict[nn.Module, dict[int, None]] = defaultdict(dict)
+    for unit, index in of_unit.items():
+        for submodule in unit.modules():
+            inside[submodule][index] = None
     seen: set[nn.Module] = set()
     present = 0
 
@@ -206,7 +224,8 @@ def _assign_modules(
             present = of_unit[submodule]
         is_around = submodule not in of_unit and any(inner in of_unit for inner in submodule.modules())
         seen.add(submodule)
-        yield submodule, tuple(sorted({0, len(stages) - 1})) if is_around else (present,)
+        around = {0, len(stages) - 1} if is_around else {present}
+        yield submodule, tuple(sorted(inside.get(submodule, around)))
         for child in submodule.children():
             yield from visit(child)
 

@@ -44,9 +44,12 @@ def check_plan(module: nn.Module, plan: StagePlan, options: PPOptions) -> None:
     for name, submodule in module.named_modules():
         own = [name for name, _ in submodule.named_parameters(recurse=False)]
         if own and len(plan.modules[submodule]) > 1:
+            where, remedy = "which blocks of several stages share", "give each block its own"
+            if submodule in plan.around:
+                where, remedy = "around the blocks", "put them into a sub-module of their own"
             raise ValueError(
-                f"strategy 'pp+fsdp' can't shard {', '.join(own)} of {name or type(submodule).__name__!r}, around the"
-                " blocks: put them into a sub-module of their own, or choose 'pp+ddp'."
+                f"strategy 'pp+fsdp' can't shard {', '.join(own)} of {name or type(submodule).__name__!r}, {where}:"
+                f" {remedy}, or choose 'pp+ddp'."
             )
 
 
@@ -58,8 +61,8 @@ def check_hooks(module: nn.Module, plan: StagePlan) -> None:
             all modules, so that torch calls it for parts of the pipeline, too.
     """
     names = {id(submodule): name for name, submodule in module.named_modules()}
-    for submodule, places in plan.modules.items():
-        if len(places) > 1 and (submodule._backward_hooks or submodule._backward_pre_hooks):
+    for submodule in plan.around:
+        if submodule._backward_hooks or submodule._backward_pre_hooks:
             name = names[id(submodule)]
             raise ValueError(
                 f"a backward hook of {name or type(submodule).__name__!r}, which contains the blocks of a pipeline,"

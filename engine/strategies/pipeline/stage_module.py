@@ -63,7 +63,7 @@ class StageModule(nn.Module):
         own = [submodule for submodule in plan.modules if submodule in units or self._holds(submodule)]
         inside = {child for submodule in own for child in submodule.children()}
         self.own = nn.ModuleList([submodule for submodule in own if submodule not in inside])
-        around = [submodule for submodule, places in plan.modules.items() if len(places) > 1 and stage in places]
+        around = [submodule for submodule in plan.around if stage in plan.modules[submodule]]
         # The own parameters of modules that contain units.
         self.around = nn.ParameterList(
             dict.fromkeys(p for submodule in around for p in submodule.parameters(recurse=False))
@@ -235,7 +235,8 @@ class StageModule(nn.Module):
             raise CutError(
                 f"{users_line()} calls {self._name(unit)} out of order, or once more behind the blocks of another"
                 " stage. Two views of a batch can go through the blocks together:"
-                f" `a, b = self(torch.cat([a, b])).chunk(2)`. {_REMEDY}"
+                " `a, b = self(torch.cat([a, b])).chunk(2)`. Blocks that are gone through several times, one after the"
+                f" other, need another strategy, such as 'fsdp'. {_REMEDY}"
             )
         if has_absent((args, kwargs)):
             with self._absent.paused():

@@ -122,6 +122,11 @@ def test_what_others_hold_is_left_behind_as_a_shape():
     ("module", "num_stages", "message"),
     [
         (Net(), 5, r"Net can't be cut into 5 stages: its longest list of blocks, 'body.blocks', has 4. .*at most 4"),
+        (
+            nn.ModuleDict({"blocks": nn.ModuleList([nn.Linear(2, 2)] * 3)}),
+            2,
+            "the blocks 'blocks' of ModuleDict are one module, 3 times, .* choose another strategy, such as 'fsdp'",
+        ),
         (nn.Linear(2, 2), 2, r"Linear has no repeated blocks.*a method pipeline_stages\(\)"),
         (
             Says(lambda net: [net.body.blocks]),

@@ -1,5 +1,7 @@
 """What the flags of pipelines refuse before there are processes."""
 
+from collections import OrderedDict
+
 import pytest
 import torch
 from lightning.pytorch.plugins import Precision
@@ -71,6 +73,14 @@ class Around(MLP):
         self.scale = nn.Parameter(torch.ones(()))
 
 
+class Sharing(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        norm = nn.LayerNorm(64)
+        blocks = ({"norm": norm, "linear": nn.Linear(64, 64)} for _ in range(4))
+        self.net = nn.Sequential(*(nn.Sequential(OrderedDict(block)) for block in blocks))
+
+
 @pytest.mark.parametrize(
     ("strategy", "module", "flags", "message"),
     [
@@ -87,6 +97,7 @@ class Around(MLP):
         ("pp", MLP, {"plugins": [Precision()]}, "Precision, a precision plugin of your own, can't clip gradients"),
         ("pp:schedule=zero-bubble", MLP, {"compile": True}, "schedule=zero-bubble can't be honoured with compile"),
         ("pp+fsdp:pipeline_size=2", Around, {}, "'pp\\+fsdp' can't shard scale of 'Around', around the blocks"),
+        ("pp+fsdp:pipeline_size=2", Sharing, {}, "can't shard weight, bias of 'net.0.norm', which blocks of several"),
     ],
 )
 def test_modules_and_data_that_can_not_be_run_in_stages(strategy, module, flags, message):
