@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ..._compat.torch import _functional_collectives
-from .remote_values import CutError, is_of_fsdp, is_users, users_line
+from .remote_values import CutError, is_of_dtensor, is_of_fsdp, is_of_program, users_line
 
 __all__ = ["NoCollectives"]
 
@@ -30,9 +30,15 @@ _MODES = ("__torch_function__", "__torch_dispatch__")
 
 
 class NoCollectives:
-    """A context of a batch that raises an error where the user's code begins a collective of several ranks."""
+    """A context of a batch that raises an error where the user's code begins a collective of several ranks.
 
-    def __init__(self) -> None:
+    Args:
+        is_running: whether the stages run. After them, hooks of parameters may compute with split gradients, which the
+            ranks with the other parts do, too.
+    """
+
+    def __init__(self, is_running: Callable[[], bool]) -> None:
+        self._is_running = is_running
         self._originals: tuple[Callable[..., Any], Callable[..., Any]]
         self._begin: Any = None
         """The frame that has entered the context: the user's code is called by what this calls."""
@@ -82,9 +88,9 @@ class NoCollectives:
         while frame is not None and frame is not self._begin:
             if frame.f_code.co_filename == threading.__file__:
                 return False
-            is_user |= is_users(frame) and frame.f_code.co_name not in _MODES
+            is_user |= is_of_program(frame) and frame.f_code.co_name not in _MODES
             frame = frame.f_back
-        return is_user and not is_of_fsdp(caller)
+        return is_user and not is_of_fsdp(caller) and (self._is_running() or not is_of_dtensor(caller))
 
 
 def _is_alone(group: Any) -> bool:

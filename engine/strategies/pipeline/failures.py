@@ -4,7 +4,7 @@ import traceback
 
 import torch
 
-from .remote_values import CutError, is_users
+from .remote_values import CutError, is_of_program
 
 __all__ = ["describe_failure"]
 
@@ -21,7 +21,7 @@ def describe_failure(error: Exception, stage: int, micro_batch: str) -> str:
         return f"pipeline stage {stage} failed: {error}"
     frames = list(traceback.walk_tb(error.__traceback__))
     places = traceback.StackSummary.extract(iter(frames))
-    of_user = [frame_line for (frame, _), frame_line in zip(frames, places, strict=True) if is_users(frame)]
+    of_user = [frame_line for (frame, _), frame_line in zip(frames, places, strict=True) if is_of_program(frame)]
     if of_user and any(frame.f_code is torch.autograd.grad.__code__ for frame, _ in frames):
         p = of_user[-1]
         return (

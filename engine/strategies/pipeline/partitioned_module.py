@@ -82,7 +82,7 @@ class PartitionedModule:
         watches_writes: bool = True,
     ) -> None:
         self.module, self.plan, self.device = module, plan, device
-        self.collectives = NoCollectives()
+        self.collectives = NoCollectives(lambda: self.job is not None)
         self.job: StepJob | None = None
         """The current job; None between batches."""
         self.active: StageModule | None = None

@@ -134,7 +134,9 @@ def _compute(func: Any, name: str, args: Any, kwargs: Any) -> Any:
             raise CutError(_why(name, args, kwargs))
         return func(*args, **kwargs)
     frame = next(frame for frame in _frames() if not _dispatches(frame))
-    if name in READS or _writes_content(name, args, kwargs) or _is_of_library(frame):
+    # In backward, as in a backward hook of a module, the result would be mixed with gradients of this stage.
+    in_backward = torch._C._current_graph_task_id() != -1
+    if in_backward or name in READS or _writes_content(name, args, kwargs) or _is_of_library(frame):
         raise CutError(_why(name, args, kwargs))
     if name in MOVES:
         return moved(args, kwargs)

@@ -39,7 +39,9 @@ __all__ = [
     "Draws",
     "RemoteValueMode",
     "has_absent",
+    "is_of_dtensor",
     "is_of_fsdp",
+    "is_of_program",
     "is_users",
     "mark_origin",
     "moved",
@@ -59,7 +61,7 @@ NOT_THE_USERS = tuple(
     )
 )
 """Folders of torch, Lightning and this package."""
-_FSDP = os.path.join(NOT_THE_USERS[0], "distributed", "fsdp", "")
+_FSDP, _DTENSOR = (os.path.join(NOT_THE_USERS[0], "distributed", folder, "") for folder in ("fsdp", "tensor"))
 _ELSEWHERE = (
     "Give the module a method pipeline_stages() that puts what belongs together into one stage, or choose another"
     " strategy, such as 'fsdp'."
@@ -102,10 +104,15 @@ def is_users(frame: types.FrameType) -> bool:
     return not frame.f_code.co_filename.startswith((*NOT_THE_USERS, "<"))
 
 
+def is_of_program(frame: types.FrameType) -> bool:
+    """As `is_users`, without Python's own library, such as `contextlib` between two functions of the engine."""
+    return is_users(frame) and package_of(frame.f_code.co_filename) != "python"
+
+
 def users_line() -> str:
     """Returns the line of the user's code that this call came from: ``file.py:12, "x = x + skip"``."""
     for frame, line in traceback.walk_stack(sys._getframe(1)):
-        if is_users(frame) and package_of(frame.f_code.co_filename) != "python":
+        if is_of_program(frame):
             [summary] = traceback.StackSummary.extract(iter([(frame, line)]), limit=1)
             return f'{summary.filename}:{line} in {summary.name}: "{summary.line}"'
     return "the module's step, or a callback,"
@@ -298,8 +305,17 @@ def _first_absent_and_real(args: Any, kwargs: Any) -> tuple[Tensor | None, Tenso
 
 def is_of_fsdp(frame: types.FrameType | None) -> bool:
     """Whether FSDP2 makes a call: stages that skip the module do not make it."""
+    return _is_within(frame, _FSDP)
+
+
+def is_of_dtensor(frame: types.FrameType | None) -> bool:
+    """Whether a call is made for an operation on a split tensor."""
+    return _is_within(frame, _DTENSOR)
+
+
+def _is_within(frame: types.FrameType | None, folder: str) -> bool:
     while frame is not None and not is_users(frame):
-        if frame.f_code.co_filename.startswith(_FSDP):
+        if frame.f_code.co_filename.startswith(folder):
             return True
         frame = frame.f_back
     return False

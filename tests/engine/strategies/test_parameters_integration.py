@@ -146,6 +146,7 @@ HOOKS = [
     ("ps_fork", all_at_once, 1),
     ("fsdp+tp_fork", all_at_once, 1),
     ("pp+ddp_fork", all_at_once, 2),
+    ("pp+fsdp_fork", all_at_once, 1),
     ("fsdp_fork", in_place, 1),
     ("ddp_fork", steps_in_backward, 1),
     ("fsdp_fork", steps_in_backward, 1),

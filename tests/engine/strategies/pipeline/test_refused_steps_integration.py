@@ -196,9 +196,21 @@ class Asserts(MLP):
         return super().training_step(batch, batch_idx)
 
 
+class ReadsInBackward(MLP):
+    """A backward hook of the last block uses a weight of the first stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[-1].register_full_backward_hook(self._scale)
+
+    def _scale(self, block: nn.Module, inputs: Any, outputs: Any) -> Any:
+        return (inputs[0] / (1 + self.net[0].weight.abs().sum()),)
+
+
 @pytest.mark.parametrize(
     ("module", "message"),
     [
+        (ReadsInBackward, r"in _scale: .* needs the values of 'net.0.weight', which another pipeline stage has"),
         (
             Asserts,
             r'(?s)AssertionError.*, .* in training_step: "assert len.*". The step ran with a micro-batch of 2 of .* 8',
