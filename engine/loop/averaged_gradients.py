@@ -10,7 +10,8 @@ rank alone: the replicas would diverge. So what an optimizer is about to use is 
    wait. That is so in the first step, in the second one, before which torch rebuilds the buckets, and after a change of
    the trained parameters. Gradients that are new tensors in each step (``p.grad = p.grad * mask``, or without buckets)
    are compared in three steps.
-3. After each of the first two steps, the same for the weights: code may change them without an optimizer of torch.
+3. Before and after each of the first two steps, the same for the weights: code may change them without an optimizer of
+   torch, and under `zero1` a step gives all ranks the weights of one.
 """
 
 import functools
@@ -106,26 +107,32 @@ class AveragedGradients:
             if different:
                 self._strategy.check_reduction()
                 raise RuntimeError(self._not_averaged(different))
+            if self.compares_weights:
+                self._check_weights("before")
             self._num_comparisons.update(new)
         self._compared.update((p, _reference(p.grad)) for p in new)
 
     def end_step(self) -> None:
-        """Compares the weights after each of the first steps; phase 3.
+        """Compares the weights after each of the first steps.
 
         Raises:
             RuntimeError: they differ between ranks.
         """
         if not self._strategy.averages_gradients:
             return
+        self._check_weights("after")
         self._num_steps += 1
         self.compares_weights = self._num_steps < _NUM_STEPS
+
+    def _check_weights(self, when: str) -> None:
+        """Phase 3."""
         weights = dict(self._trainer.lightning_module.named_parameters())
         different = _different({n: p for n, p in weights.items() if p.is_floating_point() and p.itemsize > 1})
         if different:
             raise RuntimeError(
-                f"under {self._strategy!r} the ranks have different weights of {_listed(different)} after step"
-                f" {self._num_steps}, and would train apart: code has changed them on each rank by itself. An update by"
-                " hand must use averages: gradients after `self.manual_backward(loss)`, or"
+                f"under {self._strategy!r} the ranks have different weights of {_listed(different)} {when} step"
+                f" {self._num_steps + 1}, and would train apart: code has changed them on each rank by itself. An"
+                " update by hand must use averages: gradients after `self.manual_backward(loss)`, or"
                 " `self.trainer.strategy.reduce(value)` of what each rank has computed from its own samples."
             )
 

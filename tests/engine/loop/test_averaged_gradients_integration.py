@@ -185,6 +185,23 @@ def test_gradients_of_one_rank_are_refused(flag, kind):
         train(kind, flag)
 
 
+class RenormsRows(Automatic):
+    """The forward writes into its weight: it rescales the row that this rank's first sample uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Embedding(3, 12, max_norm=1), nn.Linear(12, 3))
+
+    def loss(self, batch: Any) -> Tensor:
+        return cross_entropy(self.net(batch[1][:1]), batch[1][:1])
+
+
+@pytest.mark.parametrize("flag", ["ddp_fork", "zero1_fork"])
+def test_weights_that_a_rank_has_changed_by_itself_are_refused(flag):
+    with pytest.raises(Exception, match=r"the ranks have different weights of net\.0\.weight before step 1"):
+        train(RenormsRows, flag)
+
+
 def test_gradients_of_one_rank_are_refused_in_later_steps():
     with pytest.raises(Exception, match=NOT_AVERAGED):
         train(ReplacesLater, "ddp_fork")
