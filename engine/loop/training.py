@@ -353,7 +353,9 @@ class _BufferCheck:
             return
         self._has_warned = True
         option = strategy.option_to_average_buffers
-        remedy = f", or set {option}, which averages such buffers after each step" if option is not None else ""
+        remedy = (
+            f", or set {option}, which averages floating-point buffers after each step" if option is not None else ""
+        )
         rank_zero_warn(
             f"Under {strategy!r} the ranks have different values of {', '.join(map(repr, names))}: the module updates"
             " these buffers by the samples of its own rank, and rank 0's values are evaluated and saved, so the result"

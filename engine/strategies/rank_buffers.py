@@ -1,9 +1,9 @@
-"""Floating-point buffers that a module updates by the samples of its own rank: running means, codebooks.
+"""Buffers that a module updates by the samples of its own rank: running means, codebooks, counts.
 
 Every rank has its own values then, and rank 0's are the ones that are evaluated and saved. `differing_buffers` finds
-them, when it is asked. The option `average_buffers` of `ddp`, `zero1` and `fsdp` averages them after each step of an
-optimizer: an all-reduce of 4 bytes per value in fp32, which blocks. A rank counts by its samples of the batch, so one
-that runs a filler counts for nothing.
+them, when it is asked. The option `average_buffers` of `ddp`, `zero1` and `fsdp` averages those of
+floating-point numbers after each step of an optimizer: an all-reduce of 4 bytes per value in fp32, which blocks. A rank
+counts by its samples of the batch, so one that runs a filler counts for nothing.
 
 Statistics of torch's norms are left out: `sync_batchnorm=True` has them computed over all ranks.
 """
@@ -29,12 +29,16 @@ _BUCKET_MB = 25.0
 
 def updated_buffers(module: nn.Module) -> dict[str, Tensor]:
     """Returns the floating-point buffers that a module may update by its rank's samples, by name."""
+    return {name: buffer for name, buffer in _buffers(module).items() if buffer.is_floating_point()}
+
+
+def _buffers(module: nn.Module) -> dict[str, Tensor]:
     return {
         f"{path}.{name}" if path else name: buffer
         for path, part in module.named_modules()
         if not isinstance(part, _NormBase)
         for name, buffer in part.named_buffers(recurse=False)
-        if buffer.is_floating_point() and not buffer.is_meta and not isinstance(buffer, DTensor)
+        if not (buffer.is_meta or buffer.is_complex() or buffer.is_sparse or isinstance(buffer, DTensor))
     }
 
 
@@ -43,7 +47,7 @@ def differing_buffers(module: nn.Module, ranks: ObjectGroup) -> list[str]:
 
     Two sums of each are read from the device, and gathered between hosts.
     """
-    buffers = updated_buffers(module)
+    buffers = _buffers(module)
     if not buffers:
         return []
     sums = [torch.stack([part.sum(), part.square().sum()]) for part in (b.detach().float() for b in buffers.values())]

@@ -32,6 +32,20 @@ class RunningMean(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class Counts(RunningMean):
+    """Counts samples, in whole numbers, in place of the mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("counts", torch.zeros(2, dtype=torch.long))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.counts += torch.stack([(batch > 0).sum(), (batch < 0).sum()])
+        loss = super().training_step(batch, batch_idx)
+        self.mean.zero_()
+        return loss
+
+
 class ByHand(StepsByHand, RunningMean):
     pass
 
@@ -63,10 +77,14 @@ def test_the_average_is_that_of_one_process(strategy, cls):
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
-    ("strategy", "cls", "option"),
-    [("ddp_fork", RunningMean, "'ddp_fork:average_buffers=true'"), ("fsdp_fork", ByHand, "'fsdp_fork:average_")],
+    ("strategy", "cls", "name", "option"),
+    [
+        ("ddp_fork", RunningMean, "mean", "'ddp_fork:average_buffers=true'"),
+        ("fsdp_fork", ByHand, "mean", "'fsdp_fork:average_"),
+        ("ddp_fork", Counts, "counts", "'ddp_fork:average_buffers=true'"),
+    ],
 )
-def test_buffers_that_differ_are_named(strategy, cls, option):
+def test_buffers_that_differ_are_named(strategy, cls, name, option):
     """A warning is an error in the workers of this test."""
-    with pytest.raises(Exception, match=rf"different values of 'mean': .*by the samples of its own rank.*{option}"):
+    with pytest.raises(Exception, match=rf"different values of '{name}': .*by the samples of its own rank.*{option}"):
         fitted(cls(), strategy)
