@@ -97,6 +97,30 @@ class NormedHeads(Apart):
         return functional.scaled_dot_product_attention(self.q_norm(q), self.k_norm(k), v)
 
 
+class OwnRMSNorm(nn.Module):
+    """As Hugging Face's models have it."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6))
+
+
+class NormedWidths(Apart):
+    """Queries and keys are normalised over all heads together, as in OLMo 2: a norm of what several ranks have."""
+
+    def __init__(self, norm: type[nn.Module] = OwnRMSNorm) -> None:
+        super().__init__()
+        self.q_norm, self.k_norm = norm(DIM), norm(DIM)  # type: ignore[call-arg]
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.q_norm(self.q_proj(x)), self.k_norm(self.k_proj(x)), self.v_proj(x)
+        q, k, v = (part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in (q, k, v))
+        return self.o_proj(self.attend(q, k, v).transpose(1, 2).flatten(2))
+
+
 class Cache:
     """Keys and values of the tokens so far, which begin as an empty tensor without dims, as Hugging Face's do."""
 

@@ -3,6 +3,7 @@
 import copy
 import random
 from collections import Counter
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,8 @@ from .attentions import (
     DIM,
     GATHERING,
     NormedHeads,
+    NormedWidths,
+    OwnRMSNorm,
     Residual,
     Unfolded,
 )
@@ -221,6 +224,35 @@ def test_weights_and_metrics_are_those_of_one_process(flag, devices, data_size, 
     )
     if data_size == 1:  # else a rank's own
         assert metrics["loss"] == pytest.approx(expected_metrics["loss"], rel=1e-5)
+
+
+def _normed(norm: type[nn.Module]) -> Net:
+    module = Net()
+    module.blocks = nn.ModuleList(nn.Sequential(NormedWidths(norm), Residual()) for _ in range(2))
+    return module
+
+
+@pytest.mark.parametrize("norm", [OwnRMSNorm, *nightly(nn.LayerNorm)])
+@pytest.mark.parametrize(("flag", "devices", "data_size"), [("tp_fork", 2, 1), ("fsdp+tp_fork:tp=2", 4, 2)])
+def test_a_norm_over_all_heads_is_that_of_a_plain_loop(flag, devices, data_size, norm):
+    torch.manual_seed(4)
+    weights, _ = fit(flag, devices, data_size, _normed(norm))
+    torch.manual_seed(4)
+    module = _normed(norm)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    optimizer = adamw(module)
+    for batch in islice(loader("gpt, tied", 1), 3):
+        optimizer.zero_grad()
+        module.loss(batch).backward()
+        optimizer.step()
+    assert largest_difference(weights, module.state_dict()) <= TOLERANCE
+    assert largest_difference(weights, before) > 100 * TOLERANCE
+
+
+def test_a_norm_over_all_heads_that_torch_can_not_split_is_refused():
+    text = r"(?s)does not go with the derived tensor-parallel plan.*tensor_parallel_plan\(\) that leaves it out"
+    with pytest.raises(ProcessRaisedException, match=text):
+        fit("fsdp+tp_fork:tp=2", 4, 2, _normed(nn.RMSNorm))
 
 
 def test_what_it_sends_is_not_counted():
