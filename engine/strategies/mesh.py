@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
@@ -14,7 +15,7 @@ from ..launch.process_launchers import end_group_at_exit
 from .compressing import CommHookMixin
 from .layout import DistributedStrategy
 from .recurrent import flatten_again
-from .whole_steps import as_whole
+from .whole_steps import as_whole, whole_in_hooks
 
 __all__ = ["MeshStrategy"]
 
@@ -25,6 +26,10 @@ class MeshStrategy(DistributedStrategy, CommHookMixin, ModelParallelStrategy):
     capabilities = dataclasses.replace(
         DistributedStrategy.capabilities, splits_module=True, unsupported_counting=None, unsupported_repeat=None
     )
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._undo_hooks: Callable[[], None] | None = None
 
     @property
     def mesh_axes(self) -> tuple[str, ...]:
@@ -46,6 +51,18 @@ class MeshStrategy(DistributedStrategy, CommHookMixin, ModelParallelStrategy):
         self.lightning_module._device_mesh = self._device_mesh  # Lightning: LightningModule.device_mesh reads it
         self.start_data_group()
 
+    def _call_hooks_on_whole(self, trainer: Trainer) -> None:
+        """Has hooks compute with split parameters as if these were whole, until `teardown`."""
+        assert self.model is not None
+        self._restore_hooks()
+        if any(isinstance(parameter, DTensor) for parameter in self.model.parameters()):
+            self._undo_hooks = whole_in_hooks(trainer)
+
+    def _restore_hooks(self) -> None:
+        if self._undo_hooks is not None:
+            self._undo_hooks()
+            self._undo_hooks = None
+
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         """Steps as if parameters were whole; see `as_whole`."""
         mode, closure = as_whole(optimizer, closure)
@@ -66,7 +83,8 @@ class MeshStrategy(DistributedStrategy, CommHookMixin, ModelParallelStrategy):
         return state
 
     def teardown(self) -> None:
-        """Restores recurrent layers: ends `never_flatten`."""
+        """Restores hooks and recurrent layers."""
+        self._restore_hooks()
         if self.model is not None:
             flatten_again(self.model)
         super().teardown()

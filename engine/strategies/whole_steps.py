@@ -1,26 +1,34 @@
 """Makes an optimizer's step on split parameters and plain tensors give the result of a step on whole tensors.
 
-Most out-of-place operations work with DTensor, which takes plain tensors for replicas. Four cases don't:
+Most out-of-place operations work with DTensor, which takes plain tensors for replicas. Five cases don't:
 - torch refuses an in-place operation of a plain tensor with a DTensor (LAMB divides all gradients by their norm);
 - torch refuses an in-place change of a norm that is not reduced over the ranks yet (Adafactor's roots of row norms);
 - values that are rounded to 16 bits and then multiplied (Muon) depend on the split: they are gathered first;
+- random numbers are drawn for the whole tensor, by the first rank, as in one process;
 - what torch can't split at all (eigenvalues, indices, operators of the user's own, a plain tensor times a DTensor under
   `fsdp`, an in-place sum of one row) is computed on the gathered tensors, on all ranks, and each keeps its part.
+
+The hooks of module and callbacks (masks of weights and gradients, clamps, averages) are called in the same way. What
+they combine with a split tensor must be equal on all ranks: a plain tensor is compared when it is first used, by an
+all-reduce of 48 bytes.
 """
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, optim
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from .._compat.torch import TorchDispatchMode, tree_map_only
+from .._compat.torch import TorchDispatchMode, tree_leaves, tree_map_only
 
-__all__ = ["as_whole", "plain_as_replicas", "whole_results"]
+__all__ = ["as_whole", "plain_as_replicas", "whole_in_hooks", "whole_results"]
 
 _ELEMENTWISE = frozenset(
     (
@@ -42,7 +50,7 @@ def as_whole(
     """Returns the context for an optimizer's step, and the closure to pass to it."""
     if type(optimizer) in _ELEMENTWISE:
         return contextlib.nullcontext(), closure
-    mode = _AsWhole(type(optimizer).__name__)
+    mode = _AsWhole(f"the step of {type(optimizer).__name__}")
     return mode, mode.pausing(closure)
 
 
@@ -71,6 +79,54 @@ def whole_results() -> Iterator[None]:
         yield
 
 
+def whole_in_hooks(trainer: Trainer) -> Callable[[], None]:
+    """Makes the user's hooks, of the module and of callbacks, compute with whole results; returns what undoes it."""
+    wrapped: list[tuple[Any, str, Any]] = []
+    for owner in (trainer.lightning_module, *trainer.callbacks):  # type: ignore[attr-defined]
+        base = LightningModule if isinstance(owner, LightningModule) else Callback
+        for name in dir(base):
+            is_hook = name.startswith("on_") and "transfer" not in name and "checkpoint" not in name
+            if is_hook and _is_users(getattr(getattr(owner, name), "__func__", getattr(owner, name))):
+                wrapped.append((owner, name, vars(owner).get(name)))
+                setattr(owner, name, functools.partial(_call_whole, owner, name, vars(owner).get(name)))
+
+    def undo() -> None:
+        for owner, name, own in wrapped:
+            hook = vars(owner).get(name)
+            if isinstance(hook, functools.partial) and hook.func is _call_whole:
+                vars(owner).pop(name) if own is None else setattr(owner, name, own)
+
+    return undo
+
+
+def _is_users(function: Any) -> bool:
+    module = str(getattr(function, "__globals__", {}).get("__name__"))
+    return callable(function) and not module.startswith(("lightning.", __name__.partition(".")[0] + "."))
+
+
+def _call_whole(owner: Any, name: str, own: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> Any:
+    """Calls a hook; that of the class is looked up at each call, since it may be replaced."""
+    hook = getattr(type(owner), name).__get__(owner) if own is None else own
+    with plain_as_replicas(), _InHook(f"the hook {name}"):
+        result = hook(*args, **kwargs)
+    if isinstance(owner, LightningModule):
+        _split_gradients(owner)
+    return result
+
+
+def _split_gradients(module: LightningModule) -> None:
+    """Splits gradients that a hook has assigned as their parameters are: optimizers compute with the two together."""
+    for p in module.parameters():
+        gradient: Any = p.grad
+        # A part of a sum stays one, until its accumulation window ends.
+        if not isinstance(gradient, DTensor) or any(isinstance(part, Partial) for part in gradient.placements):
+            continue
+        if not isinstance(p, DTensor):
+            p.grad = gradient.full_tensor()
+        elif gradient.placements != p.placements:
+            p.grad = gradient.redistribute(placements=p.placements)
+
+
 class _AsWhole(TorchDispatchMode):
     """A mode in which operations have the results of whole tensors; `pausing` suspends it for the closure."""
 
@@ -96,6 +152,10 @@ class _AsWhole(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._is_paused or not args:
             return operator(*args, **kwargs)
+        if torch.Tag.nondeterministic_seeded in operator.tags and any(
+            isinstance(leaf, DTensor) for leaf in tree_leaves((args, kwargs))
+        ):
+            return _on_whole(operator, args, kwargs, draws=True)
         if operator is _CAST and isinstance(args[0], DTensor) and _rounds(args[0], kwargs.get("dtype")):
             args = (_gathered(args[0]), *args[1:])
         elif operator._schema.name.endswith("_"):
@@ -111,9 +171,10 @@ class _AsWhole(TorchDispatchMode):
         except (RuntimeError, NotImplementedError) as error:
             if not any(text in str(error) for text in _REFUSALS):
                 raise
+            result = _on_whole(operator, args, kwargs)
             if is_view:
-                raise RuntimeError(f"{self._refusal(operator)} torch: {error}") from error
-            return _on_whole(operator, args, kwargs)
+                tree_map_only(DTensor, lambda view: vars(view).update({_GATHERED: True}), result)
+            return result
         if is_view and isinstance(args[0], DTensor) and isinstance(result, DTensor) and _is_gathered(result, args[0]):
             vars(result)[_GATHERED] = True
         return result
@@ -124,10 +185,49 @@ class _AsWhole(TorchDispatchMode):
 
     def _refusal(self, operator: Any) -> str:
         return (
-            f"the step of {self._name} can't be done with parameters that are split over ranks: {operator} needs a view"
+            f"{self._name} can't be done with parameters that are split over ranks: {operator} needs a view"
             " of a part of one that other ranks have, too. Choose another optimizer, or a strategy that leaves"
             " parameters whole, such as 'ddp'."
         )
+
+
+_compared: "weakref.WeakKeyDictionary[Any, int]" = weakref.WeakKeyDictionary()
+"""The storages of plain tensors that were found equal on all ranks, and the version of the tensor then."""
+
+
+class _InHook(_AsWhole):
+    """Of a hook: plain tensors that it combines with split ones are compared between the ranks."""
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Called by torch for each operation."""
+        tensors = [leaf for leaf in tree_leaves((args, kwargs or {})) if isinstance(leaf, Tensor)]
+        split = next((tensor for tensor in tensors if isinstance(tensor, DTensor)), None)
+        if split is not None:
+            # What is written to is the rank's own: it gets what all ranks compute.
+            read = tensors[1:] if operator._schema.name.endswith("_") else tensors
+            for tensor in read:
+                if not isinstance(tensor, DTensor):
+                    self._compare(tensor, split.device_mesh)
+        return super().__torch_dispatch__(operator, types, args, kwargs)
+
+    def _compare(self, tensor: Tensor, mesh: DeviceMesh) -> None:
+        storage, version = tensor.untyped_storage(), -1 if tensor.is_inference() else tensor._version
+        if _compared.get(storage) == version and version >= 0:
+            return
+        values = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).detach().double()
+        by_place = values.flatten() * torch.linspace(1, 2, values.numel(), dtype=values.dtype, device=values.device)
+        figures = torch.stack([torch.linalg.vector_norm(values), values.sum(), by_place.sum()])
+        spread = torch.cat([figures, -figures])
+        for group in mesh.get_all_groups():
+            dist.all_reduce(spread, dist.ReduceOp.MAX, group)
+        if not torch.allclose(spread[:3], -spread[3:], rtol=1e-6, atol=1e-6 * float(figures[0]), equal_nan=True):
+            raise RuntimeError(
+                f"{self._name} combines a parameter or gradient that is split over ranks with a tensor of shape"
+                f" {tuple(tensor.shape)}, which has other values on each rank: one process would have one value for all"
+                " samples. Use `self.trainer.strategy.reduce(value)`, the mean over the ranks, or choose another"
+                " strategy, such as 'ddp'."
+            )
+        _compared[storage] = version
 
 
 def _is_gathered(view: DTensor, base: DTensor) -> bool:
@@ -136,12 +236,22 @@ def _is_gathered(view: DTensor, base: DTensor) -> bool:
     return num_split[0] < num_split[1] or _GATHERED in vars(base)
 
 
-def _on_whole(operator: Any, args: Any, kwargs: Any) -> Any:
-    """Computes an operation on gathered tensors; what it writes to keeps its placement, and results are replicas."""
+def _on_whole(operator: Any, args: Any, kwargs: Any, *, draws: bool = False) -> Any:
+    """Computes an operation on gathered tensors; what it writes to keeps its placement, and results are replicas.
+
+    Args:
+        operator: the operation.
+        args: its arguments.
+        kwargs: its keyword arguments.
+        draws: whether it draws random numbers: those of the first rank count.
+    """
     meshes: list[DeviceMesh] = []
     tree_map_only(DTensor, lambda tensor: meshes.append(tensor.device_mesh), (args, kwargs))
     whole_args, whole_kwargs = tree_map_only(DTensor, lambda tensor: tensor.full_tensor(), (args, kwargs))
     results = operator(*whole_args, **whole_kwargs)
+    for result in tree_leaves(results) if draws else ():
+        for group in meshes[0].get_all_groups():
+            dist.broadcast(result, group=group, group_src=0)
     for index, argument in enumerate(operator._schema.arguments):
         if argument.alias_info and argument.alias_info.is_write:
             place = index if index < len(args) else argument.name

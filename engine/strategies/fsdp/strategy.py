@@ -240,6 +240,7 @@ class FSDP(UnitSteps):
             self._second_backward = SecondBackward(self.model)
         read_whole_numbers(self._order)
         keep_data(self._order, repr(self))
+        self._call_hooks_on_whole(trainer)
         if fitting and isinstance(self.model, FSDPModule):
             whole = {name: p for name, p in self.model.named_parameters() if not isinstance(p, DTensor)}
             refuse_fused(self.optimizers, whole, repr(self))

@@ -38,6 +38,8 @@ from ..compiled_block import CompiledBlock
 from ..fsdp.comm import CountedAllGather, CountedReduceScatter, attach_to_gathered, fsdp_units, reshard
 from ..fsdp.shard_checks import check_pruning
 from ..fsdp.unit_writes import keep_writes
+from ..fsdp.whole_numbers import give_back_numbers, read_whole_numbers
+from ..fsdp.written_parameters import forget_data, keep_data
 from ..mesh import MeshStrategy
 from ..optimizer_trial import habits_of
 from ..options import PPDDPOptions, PPFSDPOptions, PPOptions
@@ -207,6 +209,10 @@ class Pipeline(MeshStrategy):
                         " such as 'ddp' or 'fsdp'."
                     )
         self.setup_precision_plugin()
+        self._call_hooks_on_whole(trainer)
+        if isinstance(self.options, PPFSDPOptions):
+            read_whole_numbers(None)
+            keep_data(None, repr(self))
         self.hand_out_data_group(self.model)
         self._start_runner()
         if fitting:
@@ -432,6 +438,9 @@ class Pipeline(MeshStrategy):
             self._runner.close()
         if self.loss_scaler is not None:
             self.loss_scaler.agree = None  # type: ignore[attr-defined]
+        if isinstance(self.options, PPFSDPOptions):
+            give_back_numbers()
+            forget_data()
         super().teardown()
 
     # --- checkpoints

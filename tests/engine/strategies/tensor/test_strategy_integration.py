@@ -440,11 +440,11 @@ class OwnError(Net):
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
         self.fail_in("step", self.blocks[0][0].q_proj.weight)
+        self.fail_in("operation", self.blocks[0][0].q_proj.weight)
         return loss
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.fail_in("hook", self.blocks[0][0].q_proj.weight.grad)
-        self.fail_in("operation", self.blocks[0][0].q_proj.weight.grad)
 
 
 @pytest.mark.parametrize(
