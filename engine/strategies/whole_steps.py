@@ -173,7 +173,7 @@ class _AsWhole(TorchDispatchMode):
                 raise
             result = _on_whole(operator, args, kwargs)
             if is_view:
-                tree_map_only(DTensor, lambda view: vars(view).update({_GATHERED: True}), result)
+                tree_map_only(DTensor, lambda view: setattr(view, _GATHERED, True), result)
             return result
         if is_view and isinstance(args[0], DTensor) and isinstance(result, DTensor) and _is_gathered(result, args[0]):
             vars(result)[_GATHERED] = True
