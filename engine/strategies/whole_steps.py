@@ -196,7 +196,7 @@ _compared: "weakref.WeakKeyDictionary[Any, int]" = weakref.WeakKeyDictionary()
 
 
 class _InHook(_AsWhole):
-    """Of a hook: plain tensors that it combines with split ones are compared between the ranks."""
+    """The mode of a hook: plain tensors that it combines with split ones are compared between the ranks."""
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Called by torch for each operation."""
