@@ -9,7 +9,7 @@ Communication: `p[index] = values` and `p[0].zero_()` gather `p`.
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, distribute_tensor
 
 from ..._compat.torch import tree_map_only
@@ -95,7 +95,16 @@ def keep_data(order: UnitOrder | None, flag: str) -> None:
     def array(tensor: Any, *unused: Any, **also_unused: Any) -> Any:
         return numpy(tensor)
 
+    def deep_copy(tensor: Any, memo: dict[int, Any]) -> Any:
+        # torch: Tensor.__deepcopy__ takes a gradient's offset in its bucket for an address, and copies no memory.
+        if isinstance(tensor, nn.Parameter) or not tensor.is_leaf:
+            return Tensor.__deepcopy__(tensor, memo)
+        if id(tensor) not in memo:
+            memo[id(tensor)] = tensor.clone()
+        return memo[id(tensor)]
+
     replaced: dict[str, Any] = {
+        "__deepcopy__": deep_copy,
         "data": property(_data.__get__, _set),
         "__getitem__": _get_item,
         "__setitem__": set_item,
@@ -108,7 +117,7 @@ def keep_data(order: UnitOrder | None, flag: str) -> None:
 
 def forget_data() -> None:
     """Restores torch's attributes."""
-    for name in ("data", "__getitem__", "__setitem__", "numpy", "__array__"):
+    for name in ("data", "__deepcopy__", "__getitem__", "__setitem__", "numpy", "__array__"):
         if name in vars(DTensor):
             delattr(DTensor, name)
 

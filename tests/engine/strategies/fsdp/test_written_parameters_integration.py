@@ -130,6 +130,27 @@ def test_random_numbers_of_hooks_are_those_of_whole_parameters(flag):
     assert largest_difference(_trained(model, flag), plain_loop(model)) <= 1e-6
 
 
+class CopiesItsHead(Blocks):
+    """A hook copies the head, which has a gradient then."""
+
+    teachers: tuple[nn.Module, ...] = ()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.teachers = (copy.deepcopy(self.head).requires_grad_(False),)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        with torch.no_grad():
+            for teacher in self.teachers:
+                for parameter, old in zip(self.head.parameters(), teacher.parameters(), strict=True):
+                    parameter.lerp_(old, 0.5)
+
+
+def test_hooks_copy_sharded_layers_that_have_gradients():
+    model = Model(CopiesItsHead, rows())
+    assert largest_difference(_trained(model, "fsdp_fork"), plain_loop(model)) <= 1e-6
+
+
 class ScalesByBatch(Blocks):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         with torch.no_grad():
