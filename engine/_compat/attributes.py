@@ -136,6 +136,7 @@ ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
     "torch.nn.parallel:DistributedDataParallel": ("_comm_hooks", "_has_rebuilt_buckets"),
     "torch.distributed:Reducer": ("_rebuild_buckets", "_reset_state"),
     "torch.optim.lr_scheduler": ("_opt_called",),
+    "torch.optim._muon": ("_adjust_lr", "_single_tensor_muon", "_zeropower_via_newtonschulz"),
     "torch.optim:Optimizer": ("_optimizer_step_post_hooks",),
     "torch.utils.data:DataLoader": ("_auto_collation", "_dataset_kind"),
     "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter": (

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
     from torch.nn.modules.conv import _ConvNd
     from torch.nn.utils.stateless import _reparametrize_module
+    from torch.optim import _muon
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
     from torch.utils.data import _utils
@@ -55,6 +56,7 @@ __all__ = [
     "_engine_run_backward",
     "_functional_collectives",
     "_generate_state",
+    "_muon",
     "_reparametrize_module",
     "_utils",
     "manual_seed",
@@ -93,6 +95,7 @@ HOMES = {
     "_distributed_c10d": "torch._C",
     "_engine_run_backward": "torch.autograd.graph",
     "_generate_state": "torch.utils.data._utils.worker",
+    "_muon": "torch.optim",
     "_reparametrize_module": "torch.nn.utils.stateless",
     "_utils": "torch.utils.data",
     "manual_seed": "torch.distributed.tensor._random",

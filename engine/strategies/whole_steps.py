@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from .._compat.torch import TorchDispatchMode, tree_leaves, tree_map_only
+from .dealt_muon import dealing_matrices
 
 __all__ = ["as_whole", "plain_as_replicas", "whole_in_hooks", "whole_results"]
 
@@ -51,7 +52,17 @@ def as_whole(
     if type(optimizer) in _ELEMENTWISE:
         return contextlib.nullcontext(), closure
     mode = _AsWhole(f"the step of {type(optimizer).__name__}")
+    if type(optimizer) is optim.Muon:
+        return _both(dealing_matrices(), mode), mode.pausing(closure)
     return mode, mode.pausing(closure)
+
+
+@contextlib.contextmanager
+def _both(
+    first: contextlib.AbstractContextManager[Any], second: contextlib.AbstractContextManager[Any]
+) -> Iterator[None]:
+    with first, second:
+        yield
 
 
 _depth = [0]

@@ -1,15 +1,22 @@
 """Muon under strategies that split parameters: its products of 16 bits must not depend on where they are split."""
 
+from types import MethodType
+
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor, library, nn
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.multiprocessing.spawn import ProcessRaisedException
 from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.flop_counter import FlopCounterMode
 
 from polyphase.engine import Engine
+from polyphase.engine.distributed.object_group import WORLD
 from tests.engine.parity import largest_difference
 from tests.engine.tiny import QUIET
+from tests.pairs import nightly
 
 ROWS = torch.randn(32, 64, generator=torch.Generator().manual_seed(1))
 
@@ -68,6 +75,60 @@ def test_tp_is_as_a_plain_loop():
     optimizer.step()
     # 1e-8 of a gradient, by which sums in another order differ, can be a bit of 16-bit numbers: 2**-8 of what moves.
     assert largest_difference(fit("tp_fork", samples=16, steps=1), expected.state_dict()) < 2**-8 * 0.02
+
+
+class Counted(Net):
+    """Counts the collectives and floating-point operations of Muon's steps; the backward is in the other's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("counts", torch.zeros(2, dtype=torch.float64))
+
+    def configure_optimizers(self):
+        first, *others = self.parameters()
+        return [torch.optim.SGD([first], lr=0.02), torch.optim.Muon(others, lr=0.02)]
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+        if isinstance(optimizer, torch.optim.SGD):
+            optimizer.step(closure=optimizer_closure)
+            return
+        with CommDebugMode() as sent, FlopCounterMode(display=False) as work:
+            optimizer.step(closure=optimizer_closure)
+        self.own = [sent.get_total_counts(), work.get_total_flops()]
+
+    def on_train_end(self):
+        of_ranks = WORLD.all_gather_object(self.own) if dist.is_initialized() else [self.own]
+        self.counts += torch.tensor(of_ranks).sum(0)
+
+
+@pytest.mark.parametrize(("strategy", "devices"), [("fsdp_fork", 2), ("tp_fork", 2), *nightly(("fsdp_fork", 3))])
+def test_each_matrix_is_computed_once(strategy, devices):
+    def counts(strategy, devices):
+        loader = DataLoader(TensorDataset(ROWS[:12]), batch_size=12 // (1 if strategy == "tp_fork" else devices))
+        module = Counted()
+        flags = {"strategy": strategy, "devices": devices, "check_first_steps": False}
+        Engine(**QUIET, **flags, max_steps=1).fit(module, loader)
+        return module.counts.tolist()
+
+    assert counts("single", 1)[1] > 0
+    assert counts(strategy, devices) == [2 * devices, counts("single", 1)[1]]  # a gather and a scatter of each rank
+
+
+def test_matrices_that_ranks_have_unequal_parts_of():
+    expected, module = Row(), Row()
+    optimizer = torch.optim.Muon([p for p in expected.parameters() if p.dim() == 2], lr=0.02)
+    module.configure_optimizers = MethodType(muon_of_matrices, module)
+    for rows in ROWS[:24].split(12):
+        optimizer.zero_grad()
+        expected.training_step([rows], 0).backward()
+        optimizer.step()
+    loader = DataLoader(TensorDataset(ROWS[:24]), batch_size=4)
+    Engine(**QUIET, strategy="fsdp_fork", devices=3, max_epochs=1).fit(module, loader)
+    assert largest_difference(module.state_dict(), expected.state_dict()) < 2**-8 * 0.04
+
+
+def muon_of_matrices(module):
+    return torch.optim.Muon([p for p in module.parameters() if p.dim() == 2], lr=0.02)
 
 
 # --- what torch can't do with parts of parameters is done on whole ones
