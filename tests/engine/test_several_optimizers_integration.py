@@ -102,6 +102,27 @@ def test_replicas_exchange_once_after_the_last_of_them(flag):
     assert differences(flag, 2, "mlp", 1, None, make_optimizer=two_of_sgd, num_steps=NUM_STEPS) <= TOLERANCE
 
 
+def one_of_sgd(module: nn.Module) -> Any:
+    first, *others = module.parameters()
+    groups = [{"params": [first]}, {"params": others}]
+    return torch.optim.SGD(groups, lr=0.05)
+
+
+def each_of_sgd(module: nn.Module) -> Any:
+    first, *others = module.parameters()
+    return [torch.optim.SGD([first], lr=0.05), torch.optim.SGD(others, lr=0.05)]
+
+
+def test_an_outer_step_with_momentum_is_taken_once_for_all():
+    def weights(make: Any) -> dict[str, torch.Tensor]:
+        module = build("mlp", make)
+        flags = {"strategy": "diloco_fork:sync_every=1", "accelerator": "cpu", "devices": 2, "max_epochs": 1}
+        Engine(**flags, **QUIET).fit(module, loader("mlp", 1, 2, NUM_STEPS))
+        return module.state_dict()
+
+    assert largest_difference(weights(each_of_sgd), weights(one_of_sgd)) == 0
+
+
 class Sharp(MLP):
     """The loss is so large that a first loss scale overflows."""
 
