@@ -25,12 +25,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.strategies.launchers import multiprocessing as launchers
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
@@ -404,8 +405,9 @@ class _WorkerLauncher(_MultiProcessingLauncher):
     # Lightning: _MultiProcessingLauncher._recover_results_in_main_process loads the weights into the module.
     def _recover_results_in_main_process(self, worker_output: Any, trainer: Trainer) -> None:
         if worker_output.weights_path is not None:
-            make_room(trainer.lightning_module)
-            _take_shapes(trainer.lightning_module, worker_output.extra["shapes"])
+            module, shapes = trainer.lightning_module, worker_output.extra["shapes"]
+            make_room(module)
+            _make_places(module, shapes)
         super()._recover_results_in_main_process(worker_output, trainer)
 
     # Lightning: _MultiProcessingLauncher.get_extra_results, which returns only the metrics of callbacks.
@@ -455,6 +457,28 @@ class _Shape(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     is_buffer: bool
+
+
+def _make_places(module: LightningModule, shapes: dict[str, _Shape]) -> None:
+    """Makes what the workers' module has and this one has not, by the hooks that may make layers; warns of the rest.
+
+    Lightning loads the weights without a word about names that only one of the two modules has.
+    """
+    failure = ""
+    # Lightning calls both before each run of one process, so a module has to bear it.
+    for name, arguments in (("configure_model", ()), ("setup", ("fit",))):
+        if shapes.keys() - module.state_dict().keys():
+            try:
+                getattr(module, name)(*arguments)
+            except Exception as error:  # it may need what only the run has, whose other results are to be returned
+                failure = f" ({name} failed here: {error!r})"
+    _take_shapes(module, shapes)
+    if lost := sorted(shapes.keys() - module.state_dict().keys()):
+        rank_zero_warn(
+            f"The processes of the run have trained a module with {', '.join(lost[:5])}{', ...' if lost[5:] else ''},"
+            f" which the module of this process has not{failure}. These values are lost here, and a later run begins"
+            " without them. Make layers in __init__, setup or configure_model; checkpoints of the run have all values."
+        )
 
 
 def _take_shapes(module: nn.Module, shapes: dict[str, _Shape]) -> None:

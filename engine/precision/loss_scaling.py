@@ -3,9 +3,6 @@
 With manual optimization, gradients are unscaled at the end of each `manual_backward`, not in `optimizer.step()`:
 whatever the step does with them by hand (clipping, a norm, noise) has the same result in each precision. The scale is
 updated once for each `training_step`, after the last of its optimizers.
-
-Of W ranks with samples of their own, each scales its loss, a mean over 1/W of the samples, by 1/W of the scale. So the
-gradients of a sample's activations are as large as in one process, and overflow in the same steps.
 """
 
 from collections import defaultdict
@@ -49,15 +46,9 @@ class LossScaler(torch.amp.GradScaler):
     """Returns the maximum over ranks of a 0-d tensor; None if an overflow reaches the gradients of all ranks anyway."""
     guard: Callable[[Optimizer, Tensor], Tensor] | None = None
     """Given an optimizer, and 1 if its gradients overflowed, returns 1 if its step is left out; None: the same."""
-    share = 1.0
-    """This rank's part of a batch's samples, by which losses are scaled, too; gradients are averaged over the ranks."""
     _is_manual = _is_in_step = _is_due = False
     _overflows: Mapping[int, Mapping[torch.device, Tensor]] = {}
     """Maps the id of an optimizer, and a device, to 1 if gradients overflowed there in the last backward, else 0."""
-
-    def scale(self, outputs: Any) -> Any:
-        """Scales a loss."""
-        return super().scale(outputs if self.share == 1 else outputs * self.share)
 
     def scale_gradients(self, module: LightningModule) -> None:
         """Scales the gradients that are there before a backward adds to them; an exact product with a power of two."""
@@ -127,7 +118,7 @@ class LossScaler(torch.amp.GradScaler):
         if self._is_manual:
             own = self._overflows.get(id(optimizer)) or self._unscale(optimizer, torch.ones_like(inv_scale), found_inf)
         else:
-            own = self._unscale(optimizer, inv_scale / self.share, found_inf)
+            own = self._unscale(optimizer, inv_scale, found_inf)
         if self.agree is None and self.guard is None:
             return dict(own)
         for value in own.values():
@@ -171,8 +162,6 @@ class ScaledPrecision(MixedPrecision):
 
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         """Scales the loss."""
-        if isinstance(self.scaler, LossScaler):
-            self.scaler.share = 1 / module.trainer.data_size  # type: ignore[attr-defined]
         if (scaler := self._manual_scaler(module)) is not None:
             scaler.scale_gradients(module)
         return super().pre_backward(tensor, module)

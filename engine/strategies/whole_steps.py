@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from .._compat.torch import TorchDispatchMode, tree_leaves, tree_map_only
 from .dealt_muon import dealing_matrices
 
-__all__ = ["as_whole", "plain_as_replicas", "whole_in_hooks", "whole_results"]
+__all__ = ["GATHERED", "as_whole", "plain_as_replicas", "whole_in_hooks", "whole_results"]
 
 _ELEMENTWISE = frozenset(
     (
@@ -40,7 +40,7 @@ _ELEMENTWISE = frozenset(
 """Optimizers that compute each element only from its own gradient and state, in the precision of the parameters."""
 _REFUSALS = ("Sharding propagation failed", "does not have a sharding strategy", "got mixed torch.Tensor and DTensor")
 """Parts of torch's messages if an operation fails before it computes or sends anything, on all ranks alike."""
-_GATHERED = "_polyphase_gathered"
+GATHERED = "_polyphase_gathered"
 """Attribute of a view of a gathered copy: what is written to it is lost."""
 _CAST = torch.ops.aten._to_copy.default
 
@@ -184,14 +184,14 @@ class _AsWhole(TorchDispatchMode):
                 raise
             result = _on_whole(operator, args, kwargs)
             if is_view:
-                tree_map_only(DTensor, lambda view: setattr(view, _GATHERED, True), result)
+                tree_map_only(DTensor, lambda view: setattr(view, GATHERED, True), result)
             return result
         if is_view and isinstance(args[0], DTensor) and isinstance(result, DTensor) and _is_gathered(result, args[0]):
-            vars(result)[_GATHERED] = True
+            vars(result)[GATHERED] = True
         return result
 
     def _check_written(self, operator: Any, tensor: DTensor) -> None:
-        if _GATHERED in vars(tensor):
+        if GATHERED in vars(tensor):
             raise RuntimeError(self._refusal(operator))
 
     def _refusal(self, operator: Any) -> str:
@@ -244,7 +244,7 @@ class _InHook(_AsWhole):
 def _is_gathered(view: DTensor, base: DTensor) -> bool:
     """Whether torch has gathered `base` to give a view of it: of rows that several ranks have, say."""
     num_split = [sum(placement.is_shard() for placement in tensor.placements) for tensor in (view, base)]
-    return num_split[0] < num_split[1] or _GATHERED in vars(base)
+    return num_split[0] < num_split[1] or GATHERED in vars(base)
 
 
 def _on_whole(operator: Any, args: Any, kwargs: Any, *, draws: bool = False) -> Any:

@@ -17,10 +17,10 @@ from tests.engine.strategies.test_ddp_integration import QUIET
 
 
 class Drift(Callback):
-    """Changes one weight on rank 1 before the second step."""
+    """Changes one weight on rank 1 before the third step: the engine itself compares those of the first two."""
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        if batch_idx == 1 and trainer.global_rank == 1:
+        if batch_idx == 2 and trainer.global_rank == 1:
             with torch.no_grad():
                 pl_module.net[2].weight[0, 0] += 1e-3
 
@@ -51,7 +51,7 @@ def run(strategy, callbacks, model="mlp", max_steps=4, data=None):
     return copy.deepcopy(module.state_dict())
 
 
-def test_a_weight_that_differs_on_one_rank_ends_the_run_in_its_second_step():
+def test_a_weight_that_differs_on_one_rank_ends_the_run_in_its_third_step():
     with pytest.raises(ProcessRaisedException, match=r"same weights of MLP.*'net\.2\.weight'.*polyphase verify"):
         run("ddp_fork", [Drift(), ReplicaGuard()])
 

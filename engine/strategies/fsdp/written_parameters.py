@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, distribute_tensor
 
 from ..._compat.torch import tree_map_only
+from ..whole_steps import GATHERED
 from .unit_order import WRITE, UnitOrder
 
 __all__ = ["forget_data", "keep_data"]
@@ -53,6 +54,7 @@ def _get_item(tensor: Any, index: Any) -> Any:
         written_back: Any = part
         written_back.__class__ = _Part
         written_back.whole_tensor, written_back.index_in_whole = tensor, index
+        vars(written_back).pop(GATHERED, None)
     return part
 
 

@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
 
@@ -234,3 +234,50 @@ def test_the_process_that_started_workers_has_the_metrics_of_the_last_run_alone(
     expected = metrics_after_each_run(strategy="single", devices=1)
     assert [len(metrics) for metrics in expected[0]] == [1, 1, 1]
     assert metrics_after_each_run(strategy=strategy, devices=2) == expected
+
+
+class Grows(LightningModule):
+    """Makes a layer in one of the hooks of a run."""
+
+    def __init__(self, hook: str) -> None:
+        super().__init__()
+        self.hook = hook
+
+    def grow(self, hook: str) -> None:
+        if hook == self.hook and not hasattr(self, "layer"):
+            self.layer = torch.nn.Linear(1, 1)
+
+    def setup(self, stage):
+        self.grow("setup")
+
+    def configure_model(self):
+        self.grow("configure_model")
+
+    def training_step(self, batch, batch_idx):
+        return (self.layer(batch[:, :1]) - 2).square().mean()
+
+    def validation_step(self, batch, batch_idx):
+        self.log("loss", self.training_step(batch, batch_idx), sync_dist=True)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("hook", ["setup", "configure_model"])
+def test_the_process_that_started_workers_makes_the_layers_that_they_made(hook):
+    module = Grows(hook)
+    trainer = Engine(strategy="ddp_fork", devices=2, max_epochs=3, **QUIET)
+    trainer.fit(module, rows(), rows())
+    trained = trainer.callback_metrics["loss"]
+    (result,) = trainer.validate(module, rows(), verbose=False)
+    assert result["loss"] == pytest.approx(float(trained))
+
+
+class GrowsLate(Regression):
+    def on_train_start(self):
+        self.late = torch.nn.LayerNorm(1).requires_grad_(False)
+
+
+def test_values_that_have_no_place_are_named():
+    with pytest.warns(UserWarning, match=r"trained a module with late.bias, late.weight, which the module of this"):
+        engine("ddp_fork").fit(GrowsLate(), rows())
