@@ -93,8 +93,9 @@ def test_steps_are_those_of_the_optimizer_and_manual_ones_count():
 
 
 def test_a_step_that_is_slow_causes_a_trace_of_the_next_ones():
-    callback = TraceProfiler(repeat=0, active=2, slow_factor=5.0)
-    fit(callback, Steps(20, lambda: time.sleep(1)), callbacks=[callback])
+    # Of steps of a millisecond; another one that a busy machine holds up for as long would be traced in its place.
+    callback = TraceProfiler(repeat=0, active=2, slow_factor=100.0)
+    fit(callback, Steps(20, lambda: time.sleep(2)), callbacks=[callback])
     (path,) = [path for path in callback.files if "step_22-" in path]
     assert "-slow_" in path
     assert len(named(events(path), "forward")) == 2
