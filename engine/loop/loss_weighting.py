@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from ..data import Samples
 from ..devices import multiply
+from ..precision.clipping import local_values
 from ..strategies import adapt
 
 __all__ = ["LossWeighting"]
@@ -178,7 +178,7 @@ class LossWeighting:
             factor = torch.where(total > 0, (self._num_ranks if self._is_summed else self._estimate) / total, 1.0)
         groups = [group for optimizer in self._trainer.strategy.optimizers for group in optimizer.param_groups]
         gradients = [p.grad for group in groups for p in group["params"] if p.grad is not None]
-        multiply((g.to_local() if isinstance(g, DTensor) else g for g in gradients), factor)
+        multiply(map(local_values, gradients), factor)
 
     @property
     def _num_ranks(self) -> int:

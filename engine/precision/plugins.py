@@ -95,7 +95,8 @@ class _Hooked(Precision):
         # Lightning: Precision._after_closure, once the gradients are there
         if self.together is not None:
             optimizers, self.together = self.together, []
-            self._prepare_together(model, optimizers)
+            if optimizers:
+                self._prepare_together(model, optimizers)
             return
         if self.hooks is None:
             super()._after_closure(model, optimizer)
@@ -112,7 +113,7 @@ class _Hooked(Precision):
             call._call_callback_hooks(trainer, "on_before_optimizer_step", optimizer)
             call._call_lightning_module_hook(trainer, "on_before_optimizer_step", optimizer)
         clips_each = any(is_overridden(name, model) for name in ("configure_gradient_clipping", "clip_gradients"))
-        for taken in optimizers if clips_each else [Parameters.of(optimizers)] if optimizers else []:
+        for taken in optimizers if clips_each else [Parameters.of(optimizers)]:
             self._clip_gradients(model, taken, trainer.gradient_clip_val, trainer.gradient_clip_algorithm)  # type: ignore[arg-type]
 
 

@@ -1,12 +1,11 @@
 """Muon's Newton-Schulz iteration on split matrices: each is computed once in a group, by one rank, not by all of them.
 
-As Dion's and torchtitan's Muon do. `torch.optim.Muon` keeps its groups, state and
-hooks; only its function of the lists of parameters and gradients is replaced while a step runs. Momentum is updated on
-the shards. Phases of a step, for each group of parameters: 1. matrices are dealt to the ranks, the most work first
-(local); 2. each rank sends its shards, rounded to 16 bits as Newton-Schulz rounds them, to the owners: one all-to-all,
-2 n (W-1)/W bytes a rank for n values over W ranks; 3. Newton-Schulz of the rank's own matrices (local); 4. the owners
-send each rank its shards of the results: the same again. Blocks in 2 and 4. Results are those of whole matrices, bit
-for bit.
+As Dion's and torchtitan's Muon do. `torch.optim.Muon` keeps its groups, state and hooks; only its function of the lists
+of parameters and gradients is replaced while a step runs. Momentum is updated on the shards. Phases of a step, for each
+group of parameters: 1. matrices are dealt to the ranks, the most work first (local); 2. each rank sends its shards,
+rounded to 16 bits as Newton-Schulz rounds them, to the owners: one all-to-all, 2 n (W-1)/W bytes a rank for n values
+over W ranks; 3. Newton-Schulz of the rank's own matrices (local); 4. the owners send each rank its shards of the
+results: the same again. Blocks in 2 and 4. Results are those of whole matrices, bit for bit.
 """
 
 import contextlib
