@@ -2,9 +2,10 @@
 
 Phases, which all ranks enter together:
 1. Before the module is split or wrapped, rank 0 copies it. If it can't, it broadcasts the reason.
-2. Before the first step, rank 0 gathers the weights.
-3. In the first steps, each rank with different samples keeps its batches, random states and losses. Of each step all
-   ranks keep the digests of the gradients (`digests.py`), and compute their norm (an all-reduce of one number, as for
+2. Before the first step, and the hooks before it, rank 0 gathers the weights.
+3. In the first steps, each rank with different samples keeps its batches, random states, losses, and what hooks and
+   callbacks change of the data that the module keeps (the hooks of callbacks are not repeated). Of each step all ranks
+   keep the digests of the gradients (`digests.py`), and compute their norm (an all-reduce of one number, as for
    clipping).
 4. After these steps, rank 0 gathers what the ranks have kept, and the digests of their weights: what several ranks have
    must be equal. It gathers the weights again and repeats the steps with its copy (`unsplit.py`), while the other ranks
@@ -34,7 +35,7 @@ from ..distributed.object_group import WORLD
 from ..precision.clipping import norm_of
 from ..strategies import adapt, capabilities_of
 from .digests import Digests, digests, unequal_replicas, whole
-from .module_copy import copy_whole, fill_copy
+from .module_copy import Memory, copy_whole, fill_copy
 from .sampled_block import SampledBlock
 from .unsplit import SETTINGS, Call, MicroBatch, NeedsOtherRanks, Replay, Step, UnfitError, loss_of
 
@@ -197,6 +198,11 @@ class FirstSteps:
             strategy.run_schedule = self._recorded(strategy.run_schedule, is_schedule=True)
         elif self._repeats:
             strategy.training_step = self._recorded(strategy.training_step, is_schedule=False)
+        if self._repeats:
+            state = strategy.lightning_module_state_dict()
+            if self._copy is not None:
+                self._attempt(lambda: self._fill_copy(state))
+            self._attempt(self._remember)
         if self._sample is not None:
             self._sample.begin()
         self._settings: dict[Any, list[dict[str, Any]]]
@@ -211,18 +217,18 @@ class FirstSteps:
             output = run(*args, **kwargs)
             loss = output[0] if is_schedule else loss_of(output)
             kept.loss = None if loss is None else loss.detach().clone()
+            self._attempt(self._remember)
             return output
 
         return run_recorded
 
+    def _remember(self) -> None:
+        """Keeps what a step has left in the module: what differs before the next one is of hooks and callbacks."""
+        self._memory = Memory(self._trainer.lightning_module)
+
     def _record_batch(self, batch: Any, batch_idx: int | None = None, *_: Any) -> MicroBatch:
-        """Phase 3: keeps a batch; before the first step, also phase 2."""
+        """Phase 3: keeps a batch."""
         start_s, trainer = perf_counter(), self._trainer
-        if self._weights_before is None:
-            self._weights_before = {}
-            state = trainer.strategy.lightning_module_state_dict()
-            if self._copy is not None:
-                self._attempt(lambda: self._fill_copy(state))
         step = self._present_step()
         if batch_idx is None:
             batch_idx = trainer.fit_loop.epoch_loop.batch_idx
@@ -230,6 +236,7 @@ class FirstSteps:
         kept = MicroBatch(trainer.global_rank, None, batch_idx, samples, get_random_state())
         if self._reports_batches:
             self._attempt(lambda: setattr(kept, "batch", _host_copy(batch)))
+            self._attempt(lambda: setattr(kept, "changes", _host_copy(self._memory.changes(trainer.lightning_module))))
         step.micro_batches.append(kept)
         self.duration_s += perf_counter() - start_s
         return kept
@@ -260,6 +267,8 @@ class FirstSteps:
         if self._repeats and self._step is None:
             return
         start_s, step = perf_counter(), self._present_step()
+        if self._repeats:
+            self._attempt(self._remember)
         # What schedulers and callbacks have changed is changed in the copy; its own settings are its program's.
         before = self._settings[optimizer]
         before += [{}] * (len(optimizer.param_groups) - len(before))  # groups that were added meanwhile
@@ -469,8 +478,9 @@ _GRADIENT_TOLERANCE, _GRADIENT_FLOOR = 1e-2, 1e-5
 the true gradient is zero, its norm is that of rounding errors of the others."""
 _REPLICA_TOLERANCE = 1e-5
 """The largest relative difference of a gradient that ranks have got from the same reduction."""
-_WEIGHTS_TOLERANCE = 3e-2
-"""The largest difference of a weight, relative to the largest change in its tensor: Adam magnifies rounding errors."""
+_WEIGHTS_TOLERANCE, _BUFFER_TOLERANCE = 3e-2, 1e-3
+"""The largest difference of a weight, relative to the largest change in its tensor, since Adam magnifies rounding
+errors; and of a buffer, which no optimizer has moved."""
 
 
 class _Weights(NamedTuple):
@@ -550,7 +560,7 @@ def _of_weights(replay: Replay, weights: _Weights) -> list[str]:
         difference, moved = _difference(
             weights.actual[name], value, weights.before[name], replay.above_rounding.get(name)
         )
-        if difference > _WEIGHTS_TOLERANCE * moved:
+        if difference > (_WEIGHTS_TOLERANCE if name in replay.numels else _BUFFER_TOLERANCE) * moved:
             text = f"{name!r} has moved by {moved:.2e} there, and differs by {difference:.2e}"
             worst = max(worst, (difference / moved if moved else torch.inf, text))
     return [worst[1]] if worst[1] else []

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
@@ -19,7 +20,7 @@ from ..checkpoint import get_random_state, set_random_state
 from ..initialization.materialize import has_meta_tensors, materialize
 from ..initialization.stored_weights import read_stored
 
-__all__ = ["Memory", "copy_whole", "fill_copy"]
+__all__ = ["Memory", "copy_whole", "fill_copy", "put"]
 
 _TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 """torch: the attributes of a Tensor with the dicts of `register_hook` and `register_post_accumulate_grad_hook`."""
@@ -151,12 +152,39 @@ class Memory:
             for key, value in before.items():
                 _put(own, key, copy.copy(value) if isinstance(value, _CONTAINERS) else value)
 
+    def changes(self, module: nn.Module) -> dict[str, dict[str, Any]]:
+        """Returns copies of the data of `module` that is no longer as here."""
+        changed: dict[str, dict[str, Any]] = {}
+        for name, data in _data_of(module).items():
+            before = self._data.get(name, {})
+            new = {k: v for k, v in data.items() if _is_leaf(v) and not (k in before and _are_equal(v, before[k]))}
+            if new:
+                changed[name] = copy.deepcopy(new)
+        return changed
+
     def keep(self, module: nn.Module) -> None:
         """Takes the data that is in the attributes of `module`."""
         self._data = {
             name: {key: copy.copy(value) if isinstance(value, _CONTAINERS) else value for key, value in data.items()}
             for name, data in _data_of(module).items()
         }
+
+
+def put(module: nn.Module, changes: dict[str, dict[str, Any]]) -> None:
+    """Puts what `Memory.changes` has returned into the attributes of another module."""
+    for name, data in changes.items():
+        for key, value in data.items():
+            _put(vars(module.get_submodule(name)), key, value)
+
+
+def _are_equal(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return isinstance(a, Tensor) and isinstance(b, Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict) and isinstance(b, dict):
+        return list(a) == list(b) and all(map(_are_equal, a.values(), b.values()))
+    if isinstance(a, (list, tuple, deque)) and type(a) is type(b):
+        return len(a) == len(b) and all(map(_are_equal, a, b))
+    return bool(a == b)
 
 
 def _put(attributes: dict[str, Any], name: str, value: Any) -> None:

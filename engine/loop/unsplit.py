@@ -34,7 +34,7 @@ from ..checkpoint import get_random_state, set_random_state
 from ..distributed.equal_ranks import move_module
 from ..precision.loss_scaling import Parameters
 from .digests import Digests, digests, whole
-from .module_copy import Memory
+from .module_copy import Memory, put
 
 __all__ = ["SETTINGS", "Call", "MicroBatch", "NeedsOtherRanks", "Replay", "Step", "UnfitError", "loss_of"]
 
@@ -61,6 +61,8 @@ class MicroBatch:
     """The number of its samples; 0 for a padding batch."""
     random: dict[str, Any]
     """Random state of the rank before the call."""
+    changes: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    """The data of the module that hooks and callbacks have changed since the step before."""
     loss: Any = None
     """The loss that the call returned, a 0-d tensor; None if it returned none."""
 
@@ -293,9 +295,9 @@ class Replay:
             buffers = [(buffer, buffer.clone()) for buffer, _ in before] if rank else []
             for buffer, value in before:
                 buffer.data.copy_(value)
-            self._memories[rank].recall(module)
+            if rank:
+                self._memories[rank].recall(module)
             output = self._call(micro_batch)
-            self._memories[rank].keep(module)
             for buffer, value in buffers:  # ... and as in DDP, those of rank 0 count after the batch
                 buffer.data.copy_(value)
             loss, weight = loss_of(output), output.get("weight") if isinstance(output, dict) else None
@@ -314,6 +316,7 @@ class Replay:
             mean += losses[-1].detach() * num_samples
             if not is_hooked:
                 module.backward(losses.pop() * self._scale)
+            self._memories[rank].keep(module)
         if losses:
             module.backward(torch.stack(losses).sum() * self._scale)
         self._memories[0].recall(module)  # the hooks after the batch are those of rank 0
@@ -330,6 +333,7 @@ class Replay:
 
     def _call(self, micro_batch: MicroBatch) -> Any:
         set_random_state(micro_batch.random)
+        put(self.module, move_data_to_device(micro_batch.changes, self.device))
         self._stand_in.__dict__["global_rank"] = micro_batch.rank
         before = get_random_state()
         with self.trainer.precision_plugin.forward_context():

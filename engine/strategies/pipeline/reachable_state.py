@@ -216,7 +216,7 @@ class Walk:
             return type(value).__name__, len(value)
         if isinstance(value, dict):
             # Keys may be modules or parameters, whose order says as much as their names.
-            return [(self.mark(key, depth), self.mark(item, depth)) for key, item in value.items()]
+            return [(self.mark(key, depth), self.mark(item, depth)) for key, item in dict.items(value)]
         if isinstance(value, (set, frozenset)):  # in an order that lasts, since marks have numbers
             return sorted(repr(self.mark(item, depth)) for item in sorted(value, key=id))
         return [self.mark(item, depth) for item in value]
@@ -282,7 +282,8 @@ def is_of_a_users_class(value: Any) -> bool:
 
 
 def _content_of(container: Any) -> Any:
-    return dict(container) if isinstance(container, dict) else list(container)
+    # By dict's own method: that of a subclass may make its values anew (transformers' table of activations).
+    return dict(dict.items(container)) if isinstance(container, dict) else list(container)
 
 
 def _refill(container: Any, content: Any) -> None:

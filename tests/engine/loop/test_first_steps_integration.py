@@ -22,7 +22,7 @@ from tests.engine.strategies.test_ddp_integration import QUIET
 from tests.pairs import nightly
 from tests.zoo import unusual
 from tests.zoo.model import build, loader
-from tests.zoo.plain import MODELS
+from tests.zoo.plain import MODELS, Block
 
 NORMS = DEFECTS["an optimizer that reads norms gets those of its shards"].model
 
@@ -149,6 +149,43 @@ def test_each_rank_begins_a_batch_with_the_same_buffers():
 @pytest.mark.parametrize("name", ["warm-up by hand", "memory", *nightly("SAM", "counting blocks")])
 def test_a_module_that_is_right_is_no_difference(name):
     fit(unusual.MODELS[name], "fsdp_fork", True)
+
+
+class Gated(Block):
+    """Is mixed in by its gate, which hooks and callbacks open."""
+
+    gate = 0.25
+
+    def forward(self, x):
+        return x + self.gate * (super().forward(x) - x)
+
+
+class Opens(unusual.Blocks):
+    """Opens the gates before each batch, by a number that it counts, and shrinks its head."""
+
+    block, num_batches = Gated, 0
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.num_batches += 1
+        for block in self.blocks:
+            block.gate = 0.25 * self.num_batches
+        with torch.no_grad():
+            self.head.weight.mul_(0.9)
+
+
+class StaysShut(unusual.Blocks):
+    block = Gated
+
+
+class Opener(Callback):
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        for block in pl_module.blocks:
+            block.gate += 0.25
+
+
+@pytest.mark.parametrize(("make", "callbacks"), [(Opens, []), (StaysShut, [Opener()])])
+def test_what_hooks_change_between_steps_is_no_difference(make, callbacks):
+    fit(NORMS._replace(make=make), "fsdp_fork", True, callbacks)
 
 
 class Apart(type(NORMS.make()).__mro__[1]):

@@ -1,5 +1,6 @@
 """What a micro-batch leaves behind and the next one uses is refused by name, wherever it is kept; nothing else is."""
 
+import collections
 import contextvars
 import dataclasses
 import itertools
@@ -234,7 +235,22 @@ class Bounded(Block):
         return 1.0
 
 
-@pytest.mark.parametrize("block", [Block, Leaves, Caches, Bounded])
+class Table(collections.OrderedDict[str, Any]):
+    """Makes what it is asked for, as transformers' table of activations does."""
+
+    def __getitem__(self, key: str) -> Any:
+        return super().__getitem__(key)()
+
+
+FUNCTIONS = Table(relu=nn.ReLU, conv=nn.Conv2d)  # of which one can't be made without arguments
+
+
+class LooksUp(Block):
+    def factor(self, x):
+        return FUNCTIONS["relu"](x)
+
+
+@pytest.mark.parametrize("block", [Block, Leaves, Caches, Bounded, LooksUp])
 def test_what_no_micro_batch_reads_and_what_is_the_same_for_all_is_no_state(block):
     assert problems(block) == [None, None]
 
