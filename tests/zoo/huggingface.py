@@ -167,7 +167,7 @@ class Wav2Vec2(Zoo):
 
 
 _DROPOUTS = "layerdrop hidden_dropout attention_dropout activation_dropout feat_proj_dropout final_dropout"
-_NO_DROPOUT = dict.fromkeys(_DROPOUTS.split(), 0.0)
+_WITHOUT = dict.fromkeys(_DROPOUTS.split(), 0.0)
 
 
 def _sounds(size: int) -> tuple[Tensor, Tensor]:
@@ -247,7 +247,7 @@ MODELS = {
     "CLIP": Model(CLIP, lambda size: (tokens(size), torch.randn(size, 3, 8, 8)), "a 0-d scale"),
     "Whisper": Model(Whisper, lambda size: (torch.randn(size, 8, 16), tokens(size))),
     "wav2vec2": Model(Wav2Vec2, _sounds, "its default LayerDrop", is_random=True),
-    "wav2vec2, all layers": Model(lambda: Wav2Vec2(**_NO_DROPOUT), _sounds, "no LayerDrop"),
+    "wav2vec2, all layers": Model(lambda: Wav2Vec2(**_WITHOUT), _sounds, "no LayerDrop"),
     "LoRA on GPT-2": Model(_lora, _text, "peft"),
     "UNet2D": Model(lambda: Diffusion(_unet()), _noisy(3, labelled=False), "diffusers"),
     "DiT 2D": Model(lambda: Diffusion(_dit()), _noisy(4, labelled=True), "diffusers"),
