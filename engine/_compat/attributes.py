@@ -76,7 +76,17 @@ ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
     ),
     "lightning.fabric.plugins.environments:LightningEnvironment": ("_main_port",),
     "lightning.pytorch.strategies.launchers.multiprocessing": ("_check_bad_cuda_fork",),
-    "lightning.pytorch.callbacks:WeightAveraging": ("_average_model", "_latest_update_step"),
+    "lightning.pytorch.callbacks:StochasticWeightAveraging": (
+        "_average_model",
+        "_init_n_averaged",
+        "_initialized",
+        "_scheduler_state",
+    ),
+    "lightning.pytorch.callbacks:WeightAveraging": (
+        "_average_model",
+        "_latest_update_step",
+        "_swap_models",
+    ),
     f"{_LOGGERS}:CSVLogger": ("_experiment", "_fs"),
     f"{_LOGGERS}:TensorBoardLogger": ("_sanitize_params",),
     f"{_LOGGERS}:MLFlowLogger": ("_experiment_name", "_mlflow_client", "_run_id", "_tracking_uri"),

@@ -36,7 +36,9 @@ NAMES = "optimizer_parameters"
 
 _MARK = "__tensor__"
 _MANY_BYTES = 1 << 20
-_ALWAYS = ("state_dict", "optimizer_states")
+_ALWAYS = ("state_dict", "optimizer_states", "current_model_state")
+_AVERAGE = "average_model_state"
+"""Lightning: the key of an average in the state of `StochasticWeightAveraging`."""
 _VALUES = frozenset({bool, int, float, str, bytes, type(None)})
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 
@@ -68,7 +70,8 @@ def _split(value: Any, path: str, takes_all: bool, tensors: dict[str, Tensor]) -
             return {_MARK: path}
         return value
     if type(value) in (dict, OrderedDict):
-        return _as(value, {key: _split(item, f"{path}.{key}", takes_all, tensors) for key, item in value.items()})
+        items = {k: _split(item, f"{path}.{k}", takes_all or k == _AVERAGE, tensors) for k, item in value.items()}
+        return _as(value, items)
     if type(value) in (list, tuple):
         if _are_values(value):
             return type(value)(value)

@@ -11,8 +11,8 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 
 from .._compat.lightning import _DataLoaderIterDataFetcher, _EvaluationLoop
 from ..data import check_evaluated_side_by_side, ends_with_data
-from ..resume.averages import follow_until_first_update
 from ..strategies import adapt
+from ..strategies.averages import follow_until_first_update
 from .hooks import Hooks
 from .log import attach_log, detach_log
 from .noise import hide_tree_warnings

@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 # Lightning: Trainer.fit_loop.
 from .._compat.lightning import _FitLoop, _MockOptimizer
 from ..data import ends_with_data, starts_iterator, tell_batch_sampler
-from ..resume.averages import follow_until_first_update
+from ..strategies.averages import follow_until_first_update, resume_schedules
 from .noise import hide_tree_warnings
 from .requests import why_empty
 
@@ -142,6 +142,8 @@ class FitLoop(_FitLoop):
     def on_advance_start(self) -> None:
         """Begins an epoch."""
         super().on_advance_start()
+        if self.restarted_mid_epoch:  # Lightning: calls no `on_train_epoch_start` then
+            resume_schedules(self.trainer)
         self.trainer.steering.compare()  # type: ignore[attr-defined]
 
     @ends_with_data

@@ -43,6 +43,7 @@ from ..resume.checkpoint_connector import CheckpointConnector
 from ..resume.run_history import RunHistory
 from ..run_info import log_folder
 from ..strategies import adapt, capabilities_of
+from ..strategies.averages import swapped_back
 from .conflicts import check_callbacks
 from .data_connector import DataConnector
 from .evaluation import EvaluationLoop
@@ -316,10 +317,15 @@ class TrainerBase(Trainer):
         checkpoints: CheckpointConnector = self._checkpoint_connector  # type: ignore[assignment]
         consolidated_weights = adapt(self.strategy).consolidated_weights
         if self.model is None or not checkpoints.is_portable:
-            with consolidated_weights():
+            with swapped_back(self), consolidated_weights():
                 super().save_checkpoint(filepath, weights_only, storage_options)
             return
-        with self.heartbeat.within("save"), self.profiler.profile("save_checkpoint"), consolidated_weights():  # type: ignore[attr-defined]
+        with (
+            self.heartbeat.within("save"),
+            self.profiler.profile("save_checkpoint"),  # type: ignore[attr-defined]
+            swapped_back(self),
+            consolidated_weights(),
+        ):
             checkpoints.save(filepath, weights_only, storage_options, link=link, kind=kind)
 
 

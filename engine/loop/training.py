@@ -21,6 +21,7 @@ from ..checkpoint import get_random_state
 from ..data import ends_with_data
 from ..reliability.nonfinite import NonFiniteWatch
 from ..strategies import adapt, capabilities_of, differing_buffers
+from ..strategies.averages import end_averages
 from ..strategies.step_guard import StepGuard
 from .averaged_gradients import AveragedGradients
 from .evaluation import EvaluationLoop
@@ -284,6 +285,7 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
         if self.automatic_optimization.step_guard is not None:
             self.automatic_optimization.step_guard.close()
             self.automatic_optimization.step_guard = None
+        end_averages(self.trainer)
         super().teardown()
 
     def _should_check_val_fx(self, data_fetcher: _DataFetcher) -> bool:

@@ -46,6 +46,7 @@ from ..distributed.object_group import num_ranks
 from ..initialization.materialize import has_meta_tensors, materialize
 from ..initialization.stored_weights import check_stored, read_stored
 from ..strategies import adapt, capabilities_of
+from ..strategies.averages import begin_averages, has_own_schedule
 from .run_history import AUTO, FRESH, Seen, check_may_start_afresh
 from .saving import STRATEGY, SavingConnector
 
@@ -319,6 +320,7 @@ class CheckpointConnector(SavingConnector):  # Lightning: Trainer._checkpoint_co
             saved = self._engine_state.get("trained", {}) if self._loaded_checkpoint else {}
             trained.begin(trainer.lightning_module, trainer.optimizers, saved)
             trained.restore_flags(trainer.lightning_module)
+            begin_averages(trainer)
         super().restore_training_state()
 
     def restore_optimizers_and_schedulers(self) -> None:
@@ -327,6 +329,13 @@ class CheckpointConnector(SavingConnector):  # Lightning: Trainer._checkpoint_co
         if self._is_ours and self._is_sharded and not self.trainer.strategy.lightning_restore_optimizer:
             self.restore_optimizers()
         self._restore_strategy()
+
+    def restore_lr_schedulers(self) -> None:
+        """Restores schedulers, but for that of `StochasticWeightAveraging`, which takes the place of the module's."""
+        if any(has_own_schedule(callback) for callback in self.trainer.callbacks):
+            # Lightning: the callback does this in `on_fit_start`, before which it has its state under some strategies.
+            self.trainer.lr_scheduler_configs.clear()
+        super().restore_lr_schedulers()
 
     def _restore_strategy(self) -> None:
         engine_state, trainer = self._engine_state, self.trainer

@@ -6,6 +6,7 @@ under Lightning. If the state is sharded, and for snapshots, the ranks write a d
 """
 
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from .._compat.lightning import _CheckpointConnector
@@ -35,15 +37,15 @@ from ..checkpoint.manifest import Kind, Manifest, manifest_bytes
 from ..checkpoint.ownership import check_may_replace, is_torch_file, path_status
 from ..checkpoint.publish import update_link
 from ..checkpoint.single_file import MANIFEST_KEY, MOST_TEXT_BYTES, OURS
-from ..checkpoint.state_tree import all_by_name, merged
+from ..checkpoint.state_tree import all_by_name, mapped, merged
 from ..checkpoint.whole import check_file_state, read_file, refusal_of, write_file
 from ..choices import CheckpointFormat
 from ..distributed.object_group import num_ranks
 from ..loggers.continuation import LogContinuation
 from ..reliability.nonfinite import NonFiniteError
 from ..strategies import adapt, capabilities_of
+from ..strategies.averages import follow_until_first_update, module_states
 from ..version import __version__
-from .averages import follow_until_first_update
 from .run_history import RunHistory
 
 __all__ = ["STRATEGY", "EngineIO", "SavingConnector"]
@@ -215,8 +217,7 @@ class SavingConnector(_CheckpointConnector):
     ) -> None:
         trainer = self.trainer
         if trainer.data_rank:  # ranks have different BatchNorm statistics; the first rank's are saved and evaluated
-            for name in checkpoint["state_dict"].keys() & dict(trainer.lightning_module.named_buffers()).keys():
-                checkpoint["state_dict"][name] = checkpoint["state_dict"][name].to("meta")
+            _leave_out(checkpoint, dict(trainer.lightning_module.named_buffers()))
         if "optimizer_states" in checkpoint:
             names = [self._names(optimizer) for optimizer in trainer.optimizers]
             checkpoint["optimizer_states"] = all_by_name(checkpoint["optimizer_states"], names)
@@ -294,6 +295,11 @@ class SavingConnector(_CheckpointConnector):
         if self._state_is_spread and not self._hands_out_shards and "optimizer_states" in checkpoint:
             # Lightning: Strategy.optimizer_state has returned only this rank's part.
             checkpoint["optimizer_states"] = self._collected(checkpoint["optimizer_states"])
+        if self._hands_out_shards:
+            current: dict[str, Any] = checkpoint.get("current_model_state") or checkpoint["state_dict"]
+            _leave_out(checkpoint, [name for name, value in current.items() if getattr(value, "is_meta", False)])
+        elif self._is_sharded:  # what callbacks save of parameters
+            checkpoint = mapped(self._gathered, checkpoint, DTensor)
         if weights_only or trainer.state.fn != TrainerFn.FITTING:
             return checkpoint
         if not self._has_workers:
@@ -301,6 +307,12 @@ class SavingConnector(_CheckpointConnector):
         elif self.state_of_workers is not None and not self._hands_out_shards:
             checkpoint[OURS] = dict(self.state_of_workers)
         return checkpoint
+
+    def _gathered(self, shards: DTensor) -> Tensor:
+        """Returns the whole tensor on rank 0, in host memory, and no values on the others."""
+        on_device: Any = shards.to(self.trainer.strategy.root_device)
+        whole = on_device.full_tensor()
+        return whole.cpu() if self.trainer.is_global_zero else whole.new_empty(0)
 
     state_of_workers: dict[str, Any] | None = None
     """The entry `OURS` of the workers that this process has started, as they ended; None if they did not train."""
@@ -398,6 +410,13 @@ class SavingConnector(_CheckpointConnector):
         names = {parameter: name for name, parameter in self.trainer.lightning_module.named_parameters()}
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         return [names.get(parameter, f"<parameter {i}>") for i, parameter in enumerate(parameters)]
+
+
+def _leave_out(checkpoint: dict[str, Any], names: Iterable[str]) -> None:
+    """Leaves tensors of the module, and of its averages, to the rank that saves them."""
+    for state in module_states(checkpoint):
+        for name in state.keys() & set(names):
+            state[name] = state[name].to("meta")
 
 
 def _goes_by_number(state: Any) -> bool:

@@ -14,7 +14,8 @@ rank's own, too. For the first `warmup` steps the ranks train as under `ddp`.
 Within H steps the module has different weights on each rank. Evaluation, saves and the end of training use their mean,
 which takes an all-reduce; then each rank continues with its own weights. A checkpoint has these too, and the optimizer
 state of each rank: a run of the same layout continues bit for bit, a run of another layout continues from the mean,
-with rank 0's optimizer state.
+with rank 0's optimizer state. Averages of weights (`averages.py`) are of each rank's weights, and become their mean on
+all ranks: it is the average of the mean, whichever of them each rank goes on from.
 """
 
 import dataclasses
@@ -31,6 +32,7 @@ from torch.optim import SGD, Optimizer
 
 from ..compression import AllReduceHook, Bucket, CommHook, CountingGroup, ParamSlice
 from ..distributed.buckets import copy, flatten, in_buckets, unflatten
+from .averages import values_of_averages
 from .compressing import CommHookMixin
 from .ddp import DDP
 from .options import DDPOptions, DiLoCoOptions, LocalSGDOptions
@@ -221,7 +223,13 @@ class LocalSGD(DDP):
     def _load_average(self) -> None:
         """Puts the mean of the ranks' weights into the module."""
         # A rank that saves because it failed has no other ranks to average with.
-        if self._is_apart and self._own is None and dist.is_initialized():
+        if self._anchor is None or self._own is not None or not dist.is_initialized():
+            return
+        assert self.lightning_module is not None
+        values = values_of_averages(self.lightning_module.trainer)
+        of_averages = [value for value in values if value.is_floating_point()]
+        self._average(of_averages)
+        if self._is_apart or of_averages:
             weights = self._weights()
             self._own = [weight.detach().clone() for weight in weights]
             self._average(weights)

@@ -5,12 +5,11 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import ModelPruning
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 __all__ = [
-    "check_callbacks",
     "check_loss",
     "check_own_parameters",
     "check_pruning",
@@ -37,21 +36,6 @@ def check_tensor_parallel(whole: Collection[str], num_tp: int, flag: str) -> Non
             " shape [1]) and the dtype of its unit, or the module's `shard_units()` must return its sub-module as a"
             " unit; or choose strategy='fsdp' or 'tp', which keep it whole on every rank."
         )
-
-
-def check_callbacks(callbacks: Iterable[Any], flag: str) -> None:
-    """Checks that none of a trainer's callbacks needs whole parameters.
-
-    Raises:
-        ValueError: one averages a copy of the whole module, or prunes parameters.
-    """
-    check_pruning(callbacks, flag)
-    for callback in callbacks:
-        if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
-            raise ValueError(
-                f"{type(callback).__name__} averages a whole copy of the module with its weights, but each rank has"
-                f" only a shard of them under {flag}: leave it out, or choose strategy 'ddp' or 'zero1'."
-            )
 
 
 def check_pruning(callbacks: Iterable[Any], flag: str) -> None:

@@ -38,6 +38,7 @@ from ...flags import Layout
 from ...initialization.materialize import check_shapes, materialize
 from ...initialization.stored_weights import read_stored
 from ...precision.plugins import autocast_dtype
+from ..averages import split_as_module
 from ..compiled_block import CompiledBlock
 from ..layout import share_random_state
 from ..mesh import MeshStrategy
@@ -59,7 +60,7 @@ from .handed_arguments import hand_over_arguments
 from .kept_whole import KeptWhole, kept_whole, refuse_fused
 from .rounded_gather import check_uses, gather_rounded
 from .second_backward import SecondBackward
-from .shard_checks import check_callbacks, check_loss, check_tensor_parallel, explained
+from .shard_checks import check_loss, check_pruning, check_tensor_parallel, explained
 from .unit_order import watch_units
 from .unit_plan import Unit, plan_units
 from .unit_steps import UnitSteps
@@ -170,7 +171,7 @@ class FSDP(UnitSteps):
     def check_run(self, *, compiles: bool, callbacks: Sequence[Callback]) -> None:
         """See `DistributedStrategy`."""
         super().check_run(compiles=compiles, callbacks=callbacks)
-        check_callbacks(callbacks, repr(self))
+        check_pruning(callbacks, repr(self))
 
     @property
     def _shards(self) -> bool:
@@ -203,7 +204,7 @@ class FSDP(UnitSteps):
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
-            check_callbacks(trainer.callbacks, repr(self))  # type: ignore[attr-defined]  # the module's own, too
+            check_pruning(trainer.callbacks, repr(self))  # type: ignore[attr-defined]  # the module's own, too
         if not self._is_laid_out(self.model):
             check_shapes(self.model)
             if fitting and self.before_split is not None:
@@ -217,6 +218,7 @@ class FSDP(UnitSteps):
         tell_device(self.model, self.root_device)  # Lightning moves logged metrics to the CPU after a run
         self.barrier()
         if fitting:
+            split_as_module(trainer)
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if isinstance(self.model, FSDPModule):

@@ -59,6 +59,11 @@ _FOR_THE_USER = (
 _LOG = _LIGHTNING, os.path.join(NOT_THE_USERS[-1], "loop", "")
 """They log values, and accumulate them."""
 _INIT = os.path.join(_TORCH, "nn", "init.py")
+_AVERAGES = tuple(
+    os.path.join(_LIGHTNING, "pytorch", "callbacks", name)
+    for name in ("weight_averaging.py", "stochastic_weight_avg.py")
+)
+"""They compute each parameter's average by itself, into a copy that has no content where the parameter has none."""
 _MAKES = os.path.join(_TORCH, "nn", "parameter.py")
 _PASSES_ON = os.path.join(_TORCH, "nn", "modules", "module.py")
 
@@ -132,7 +137,7 @@ def _compute(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     if not _is_computed((args, kwargs)):
         if name == "detach" and _makes_parameter():
             raise CutError(_why(name, args, kwargs))
-        return func(*args, **kwargs)
+        return func(*args, **kwargs) if name not in MOVES else moved(args, kwargs)
     frame = next(frame for frame in _frames() if not _dispatches(frame))
     # In backward, as in a backward hook of a module, the result would be mixed with gradients of this stage.
     in_backward = torch._C._current_graph_task_id() != -1
@@ -155,7 +160,7 @@ def _compute(func: Any, name: str, args: Any, kwargs: Any) -> Any:
 def _is_of_library(frame: types.FrameType) -> bool:
     """Whether a library computes with the values of several parameters, calls a module, or logs, for the user."""
     file = frame.f_code.co_filename
-    return file.startswith((*_FOR_THE_USER, *_LOG)) and file != _INIT
+    return file.startswith((*_FOR_THE_USER, *_LOG)) and file not in (_INIT, *_AVERAGES)
 
 
 def _writes_content(name: str, args: Any, kwargs: Any) -> bool:

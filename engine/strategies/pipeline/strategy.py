@@ -34,6 +34,7 @@ from ...distributed.object_group import ObjectGroup
 from ...flags import Layout
 from ...initialization.materialize import check_shapes, materialize
 from ...initialization.stored_weights import read_stored
+from ..averages import split_as_module
 from ..compiled_block import CompiledBlock
 from ..fsdp.comm import CountedAllGather, CountedReduceScatter, attach_to_gathered, fsdp_units, reshard
 from ..fsdp.shard_checks import check_pruning
@@ -200,6 +201,7 @@ class Pipeline(MeshStrategy):
         if fitting:
             # All stages of a pipeline draw the same numbers, except in their units (dropout).
             set_random_state(self._stage_ranks.all_gather_object(get_random_state())[0])
+            split_as_module(trainer)
             self.setup_optimizers(trainer)
             for optimizer in self.optimizers:
                 if reason := habits_of(optimizer).of_others:

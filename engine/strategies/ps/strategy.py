@@ -34,6 +34,7 @@ from ...flags import Layout
 from ...initialization.materialize import check_shapes
 from ...launch.process_launchers import end_group_at_exit
 from ...reliability.failure import print_rank
+from ..averages import values_of_averages
 from ..layout import DistributedStrategy
 from ..optimizer_trial import habits_of
 from ..options import PSOptions
@@ -252,11 +253,13 @@ class PS(DistributedStrategy, DDPStrategy):
             self._worker.refresh()
             self.barrier()  # no rank pushes before all have the parameters
         assert self.lightning_module is not None
-        buffers = list(self.lightning_module.buffers())
-        if buffers:
-            values = self.broadcast([buffer.cpu() for buffer in buffers])
-            for buffer, value in zip(buffers, values, strict=True):
-                buffer.copy_(value)
+        own = list(self.lightning_module.buffers())
+        if self.options.staleness > 0:  # averages are of the weights that each rank has pulled
+            own += values_of_averages(self.lightning_module.trainer)
+        if own:
+            values = self.broadcast([tensor.detach().cpu() for tensor in own])
+            for tensor, value in zip(own, values, strict=True):
+                tensor.detach().copy_(value)
 
     @contextmanager
     def consolidated_weights(self) -> Generator[None, None, None]:

@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelPruning, StochasticWeightAveraging
+from lightning.pytorch.callbacks import ModelPruning
 from torch import nn
 from torch.multiprocessing.spawn import ProcessRaisedException
 from torch.utils.data import DataLoader
 
 from polyphase.engine import Engine
 from polyphase.engine.errors import RefusedError
-from polyphase.engine.strategies.fsdp.shard_checks import check_callbacks, check_tensor_parallel
+from polyphase.engine.strategies.fsdp.shard_checks import check_tensor_parallel
 from polyphase.engine.strategies.sparse_gradients import check_dense_gradients
 from tests.engine.parity import largest_difference
 from tests.engine.strategies.fsdp.test_unit_order_integration import ROWS, Skipping, fit
@@ -30,20 +30,11 @@ def test_beside_split_layers_nothing_is_kept_whole():
         check_tensor_parallel(["part.scale"], 2, "'fsdp+tp'")
 
 
-def test_callbacks_that_average_a_whole_copy_are_refused():
-    check_callbacks([EarlyStopping("loss")], "'fsdp'")
-    for callback in (StochasticWeightAveraging(swa_lrs=0.1), EMAWeightAveraging()):
-        with pytest.raises(ValueError, match=f"{type(callback).__name__} averages a whole copy .* under 'fsdp'"):
-            check_callbacks([callback], "'fsdp'")
-
-
-def test_a_run_checks_both_before_its_first_step():
+def test_a_run_checks_it_before_its_first_step():
     module = Skipping()
     module.part = nn.Embedding(4, 8, sparse=True)
     with pytest.raises(ProcessRaisedException, match=r"'fsdp_fork' can't average the sparse gradient of part\.weight"):
         fit(module)
-    with pytest.raises(RefusedError, match="EMAWeightAveraging averages a whole copy"):
-        fit(Skipping(), callbacks=[EMAWeightAveraging()])
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "hsdp:replicate=1", "tp", "pp", "fsdp+tp", "pp+ddp", "pp+fsdp"])
