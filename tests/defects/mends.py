@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.zoo.methods import MODELS as METHODS
 from tests.zoo.model import Model
 from tests.zoo.plain import MODELS as PLAIN
 from tests.zoo.plain import rows
@@ -39,11 +40,13 @@ class _ClipsInItsStep(Blocks):
 
 # Nine samples in batches of eight: of the second step, rank 1 has none.
 _NORMED = PLAIN["batch norm"]._replace(data=lambda n: (torch.randn(9, 3, 6, 6), torch.arange(9) % 4))
+_CENTRED = METHODS["centre loss"]._replace(data=lambda n: (torch.randn(9, 8), torch.arange(9) % 4))
 
 _STRATEGIES = "polyphase.engine.strategies"
 _NOT_CARRIED = [(f"{_STRATEGIES}.replaced_parameters", "carry_over", nothing)]
 _NOT_UPDATED = [(f"{_STRATEGIES}.replaced_parameters:Replacements", "update_references", nothing)]
 _UNCHECKED = [("polyphase.engine.loop.training", "AveragedGradients", nothing)]
+_AT_ONCE = [(f"{_STRATEGIES}.layout:DistributedStrategy", "_make_parameter_hooks", nothing)]
 _HARMLESS = SimpleNamespace(of_others="", of_others_or_state="")
 _UNTRIED = [(f"{_STRATEGIES}.zero1", "habits_of", lambda optimizer: _HARMLESS)]
 _UNCOMPARED = [(f"{_STRATEGIES}.pipeline.run", "state_problem", nothing)]
@@ -58,9 +61,20 @@ MENDS = {
     "lists have the parameters of before they were split": Defect("tp", MODELS["lists of parameters"], _NOT_UPDATED),
     "gradients that are assigned are not averaged": Defect("ddp", MODELS["autograd.grad"], _UNCHECKED),
     "gradients of each sample are not averaged": Defect("zero1", MODELS["per-sample gradients"], _UNCHECKED),
-    "optimizers step before gradients are averaged": Defect("ddp", MODELS["steps in backward"], _UNCHECKED),
+    "optimizers step before gradients are averaged": Defect(
+        "ddp", MODELS["steps in backward"], [*_AT_ONCE, *_UNCHECKED]
+    ),
+    "hooks get the gradient of a rank": Defect("ddp", MODELS["clamped gradients"], _AT_ONCE),
+    "hooks get the gradient of a micro-batch": Defect("pp", MODELS["clamped gradients"], _AT_ONCE),
+    "no hook gets a sharded gradient": Defect("fsdp", MODELS["gradient mask"], _AT_ONCE),
+    "parameters that are unfrozen are not averaged": Defect(
+        "ddp", MODELS["unfreezing"], [(f"{_STRATEGIES}.ddp:DDP", "_wrap_again", nothing), *_UNCHECKED]
+    ),
     "an optimizer with one norm for all has that of a share": Defect("zero1", MODELS["normalised descent"], _UNTRIED),
-    "an optimizer that moves weights to look ahead moves a share": Defect("zero1", MODELS["SAM"], _UNTRIED),
+    "an optimizer that moves weights to look ahead moves a share": Defect(
+        "zero1", MODELS["SAM"], [*_UNTRIED, *_UNCHECKED]
+    ),
+    "weights are swapped with averages of a share": Defect("zero1", METHODS["schedule-free"], [*_UNTRIED, *_UNCHECKED]),
     "scaled gradients are clipped by hand": Defect(
         "ddp",
         Model(_ClipsInItsStep, rows()),
@@ -70,9 +84,35 @@ MENDS = {
     "a rank without samples counts in BatchNorm": Defect(
         "fsdp", _NORMED, [(f"{_STRATEGIES}.sync_batchnorm", "is_here", lambda: False)], {"sync_batchnorm": True}
     ),
+    "a rank without samples counts in what is gathered": Defect(
+        "ddp", _CENTRED, [(f"{_STRATEGIES}.layout", "leave_out_fillers", lambda gathered, group: gathered)]
+    ),
+    "a codebook is that of the samples of rank 0": Defect(
+        "ddp:average_buffers=true",
+        MODELS["codebook"],
+        [(f"{_STRATEGIES}.rank_buffers:BufferAverage", "_average", nothing)],
+    ),
     "blocks count micro-batches": Defect("pp", MODELS["counting blocks"], _UNCOMPARED),
     "a buffer counts micro-batches": Defect("pp", MODELS["counting buffer"], _UNCOMPARED),
     "a module remembers micro-batches": Defect("pp", MODELS["memory"], _UNCOMPARED),
+    "losses in a context variable are those of a stage": Defect("pp", METHODS["losses in a context"], _UNCOMPARED),
+    "a block writes its weight once a micro-batch": Defect(
+        "pp",
+        METHODS["decay in forward"],
+        [*_UNCOMPARED, (f"{_STRATEGIES}.pipeline.parameter_writes:ParameterWrites", "check", nothing)],
+    ),
+    "a block that is computed again counts twice": Defect(
+        "fsdp",
+        MODELS["counting blocks"],
+        [(f"{_STRATEGIES}.recompute:_State", name, nothing) for name in ("__enter__", "__exit__")],
+        {"activation_checkpointing": "full"},
+    ),
+    "two checkpoints of a block are averaged once": Defect(
+        "fsdp", MODELS["reentrant checkpoints"], [(f"{_STRATEGIES}.layout", "avoid_reentrant", nothing)]
+    ),
+    "what a hook gives to a parameter is lost": Defect(
+        "fsdp", METHODS["clamped data"], [(f"{_STRATEGIES}.fsdp.strategy", "keep_data", nothing)]
+    ),
     "a list that a block is handed stays empty": Defect(
         "fsdp", MODELS["losses in a list"], [(f"{_STRATEGIES}.fsdp.strategy", "hand_over_arguments", nothing)]
     ),

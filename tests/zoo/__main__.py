@@ -72,11 +72,12 @@ def main() -> int:
 
 
 def _groups() -> dict[str, dict]:
-    from . import huggingface, plain, unusual  # the first needs transformers
+    from . import huggingface, methods, plain, unusual  # the first needs transformers
 
     return {
         "Modules of torch alone": plain.MODELS,
         "Modules whose step does more than it returns": unusual.MODELS,
+        "Training methods": methods.MODELS,
         "Models of transformers, peft and diffusers": huggingface.MODELS,
     }
 

@@ -77,6 +77,7 @@ def plain_loop(model: Model, clip: float | None = None, device: str = "cpu", cut
         cut: cuts the tensors of a batch into parts, the mean of whose losses is trained; None for the batch's own loss.
     """
     module = build(model).to(device)
+    module.configure_model()
     configured: Any = module.configure_optimizers()
     optimizers = list(configured) if isinstance(configured, (tuple, list)) else [configured]
     by_hand: Any = module  # what a trainer would give to a module that optimizes by hand, in terms of torch
