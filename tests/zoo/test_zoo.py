@@ -4,15 +4,17 @@ import pytest
 
 from tests.pairs import nightly
 
-from .plain import MODELS
+from . import methods, plain
 from .run import Cell, largest_difference, run
 
+MODELS = {**plain.MODELS, **methods.MODELS}
 SAMPLE = [
     ("fsdp", "GAN", "equal", ""),
     *nightly(("tp", "auxiliary loss", "equal", "")),
     ("tp", "gradient penalty", "refused", "gradient of a gradient"),
     ("pp", "DiT", "equal", ""),
     ("pp", "auxiliary loss", "refused", "'auxiliary' of 'blocks.0'"),
+    ("tp", "built late", "equal", ""),
     ("ddp", "mixture of experts", "equal", "find_unused_parameters=true"),
 ]
 

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
@@ -119,7 +120,7 @@ class TensorParallel(FSDP):
     def check_module(self, module: nn.Module) -> None:
         """Raises ValueError if `module` can't be split, before any process starts."""
         super().check_module(module)
-        if next(module.parameters(), None) is not None:  # without parameters it is built later, in `configure_model`
+        if not is_overridden("configure_model", module):  # which may add layers
             check_shapes(module)
             self._make_plan(module)
 
