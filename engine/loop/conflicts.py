@@ -1,10 +1,10 @@
-"""Refuses callbacks of Lightning that would have no effect, by name."""
+"""Refuses callbacks of Lightning that would have no effect, or a wrong one, by name."""
 
 from collections.abc import Iterable
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, WeightAveraging
 
 # Lightning: Trainer._run makes these checks only after it has created the run's folders.
 from lightning.pytorch.trainer import configuration_validator
@@ -36,8 +36,15 @@ def check_callbacks(callbacks: Iterable[Callback], *, launcher: Any, global_batc
         global_batch_size: the flag; None if it is not set.
 
     Raises:
-        ValueError: one of them has no effect; the message has the remedy.
+        ValueError: one of them has no effect, or spoils another's; the message has the remedy.
     """
+    callbacks = list(callbacks)
+    swapping = [type(callback).__name__ for callback in callbacks if isinstance(callback, WeightAveraging)]
+    if len(swapping) > 1:
+        raise ValueError(
+            f"{' and '.join(swapping)} would each swap the module's weights for their own average in a validation, and"
+            " swap each other's back: leave one of them."
+        )
     for callback in callbacks:
         if isinstance(callback, GradientAccumulationScheduler) and global_batch_size is not None:
             raise ValueError(

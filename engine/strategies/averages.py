@@ -134,18 +134,21 @@ def begin_averages(trainer: Any) -> None:
     """Called when a run has its module, and before its first step.
 
     Raises:
-        ValueError: an average lacks parameters of the module, or there are several to evaluate.
+        ValueError: an average lacks parameters of the module, or needs a pass over the data of all ranks.
     """
-    swapping = [callback for callback, _ in averages(trainer) if isinstance(callback, WeightAveraging)]
-    if len(swapping) > 1:
-        raise ValueError(
-            f"{' and '.join(type(callback).__name__ for callback in swapping)} would each swap the module's weights for"
-            " their own average in a validation, and swap each other's back: leave one of them."
-        )
+    module = trainer.lightning_module
     for callback, average in averages(trainer):
-        _check_names(callback, average, trainer.lightning_module)
-    for callback in swapping:
-        vars(callback)["_swap_models"] = _Swap(callback)
+        _check_names(callback, average, module)
+        recomputes = isinstance(callback, StochasticWeightAveraging) and callback.pl_module_contains_batch_norm(module)
+        if recomputes and trainer.world_size > 1 and trainer.max_epochs != -1:
+            # Lightning: the pass has a batch more than there is data, and each rank would have its own statistics.
+            raise ValueError(
+                f"{type(callback).__name__} computes the statistics of BatchNorm again in an epoch of its own, which"
+                " several processes can't share: choose WeightAveraging, which averages them with the weights, or one"
+                " process."
+            )
+        if isinstance(callback, WeightAveraging):
+            vars(callback)["_swap_models"] = _Swap(callback)
 
 
 def end_averages(trainer: Any) -> None:

@@ -75,6 +75,13 @@ def test_several_optimizers(monkeypatch, capfd, strategy, devices):
 
 
 @on_two_ranks
+def test_averages(monkeypatch, capfd, strategy, devices):
+    found = Page("averages").run_here("train.py", monkeypatch, strategy=strategy, devices=devices)
+    assert f"{68 // devices} steps" in capfd.readouterr().out
+    assert found["engine"].global_step == 68 // devices
+
+
+@on_two_ranks
 def test_best_checkpoint_and_plain_torch(monkeypatch, capfd, strategy, devices):
     page = Page("best-checkpoint")
     found = page.run_here("train.py", monkeypatch, strategy=strategy, devices=devices)

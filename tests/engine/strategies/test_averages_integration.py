@@ -10,12 +10,18 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.multiprocessing.spawn import ProcessRaisedException
 from torch.optim.swa_utils import SWALR, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
 
 from polyphase.engine import Engine
 from polyphase.engine.checkpoint import load_checkpoint
+from polyphase.engine.errors import RefusedError
+from polyphase.models import Digits, DigitsClassifier
 from tests.engine.parity import MLP, QUIET, adamw, largest_difference, suffixed
+from tests.engine.tiny import SavesIn
 from tests.pairs import nightly
 
 EPOCHS, STEPS, BATCH, ACCUMULATE = 3, 4, 8, 2
@@ -171,11 +177,10 @@ def fit(flag: str, devices: int, callbacks: list[Any], path: Path | None = None,
         strategy=suffixed(flag, "fork"),
         accelerator="cpu",
         devices=devices,
-        max_epochs=EPOCHS,
         accumulate_grad_batches=ACCUMULATE,
         num_sanity_val_steps=0,
         callbacks=callbacks,
-        **{**QUIET, **flags},
+        **{"max_epochs": EPOCHS, **QUIET, **flags},
     )
     size = BATCH // engine.data_size
     engine.fit(module, DataLoader(TRAINED, size), DataLoader(EVALUATED, size), ckpt_path=path)
@@ -222,3 +227,95 @@ def test_a_run_that_goes_on_under_another_strategy_has_the_average_of_a_plain_lo
     module, engine = fit(NEXT[flag], STRATEGIES[NEXT[flag]], [kind.make()], saved)
     assert largest_difference(module.state_dict(), plain.weights) <= TOLERANCE
     assert float(engine.callback_metrics["loss"]) == pytest.approx(plain.losses[-1], abs=1e-5)
+
+
+def test_under_local_sgd_it_is_the_average_of_the_mean_of_all_ranks():
+    """Steps 4 and 8, before validations, are no exchanges; the last step is one, after which the averages differ."""
+    kind, ranks = KINDS["EMA"], [build(), build()]
+    optimizers, average, num = [adamw(module) for module in ranks], {}, 0
+    for _ in range(EPOCHS):
+        batches = list(DataLoader(TRAINED, BATCH))
+        for window in zip(batches[::2], batches[1::2], strict=True):
+            for rank, (module, optimizer) in enumerate(zip(ranks, optimizers, strict=True)):
+                optimizer.zero_grad()
+                for batch in window:
+                    (module.training_step([part[rank::2] for part in batch], 0) / 2).backward()
+                module.seen += 1
+                optimizer.step()
+            mean = {name: (value + ranks[1].state_dict()[name]) / 2 for name, value in ranks[0].state_dict().items()}
+            average = mean if num == 0 else {name: kind.update(average[name], mean[name], num) for name in mean}
+            num += 1
+            if num % 3 == 0:
+                for module in ranks:
+                    module.load_state_dict(mean)
+        evaluated = build().eval()
+        evaluated.load_state_dict(average)
+    with torch.no_grad():
+        losses = [float(evaluated.training_step(batch, 0) + evaluated.seen) for batch in DataLoader(EVALUATED, BATCH)]
+    module, engine = fit("local_sgd:sync_every=3", 2, [kind.make()])
+    assert largest_difference(module.state_dict(), average) <= TOLERANCE
+    assert float(engine.callback_metrics["loss"]) == pytest.approx(sum(losses) / len(losses), abs=1e-5)
+
+
+class Watches(pl.Callback):
+    """Notes what is sent while the callbacks between its two ends run, and how many values this rank averages."""
+
+    def __init__(self, average: Any) -> None:
+        self.average, self.mode = average, CommDebugMode()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        with self.mode:
+            self.average.on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        assert self.mode.get_total_counts() == 0
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        whole = sum(p.numel() for p in MLP().parameters())
+        tensors = self.average._average_model.module.parameters()
+        held = sum((t.to_local() if isinstance(t, DTensor) else t).numel() for t in tensors if not t.is_meta)
+        assert self.average._average_model.n_averaged == EPOCHS * STEPS
+        assert held < 0.7 * whole  # about a half: neither layers nor a dim of 10 are cut evenly
+
+
+@pytest.mark.parametrize("flag", ["fsdp", "pp:microbatches=4"])
+def test_a_rank_holds_its_part_of_an_average_and_sends_nothing_for_an_update(flag):
+    average = EMAWeightAveraging(decay=0.5)
+    fit(flag, 2, [Watches(average), average])
+
+
+def test_a_checkpoint_that_is_saved_in_a_validation_has_the_weights_in_their_place(tmp_path):
+    """Lightning's has the average in the place of the weights, from which a resumed run would go on."""
+    path, plain = tmp_path / "saved.ckpt", expected("EMA")
+    fit("single", 1, [EMAWeightAveraging(decay=0.5), SavesIn("on_validation_batch_start", 2, path)])
+    module, _ = fit("single", 1, [EMAWeightAveraging(decay=0.5)], path)
+    assert largest_difference(module.state_dict(), plain.weights) <= TOLERANCE
+
+
+def test_weights_whose_average_has_not_begun_stay_as_they_are():
+    """Lightning's gives the module the weights before training, if the number of epochs is not known."""
+    swa = StochasticWeightAveraging(0.01, swa_epoch_start=9)
+    module, _ = fit("single", 1, [swa], max_epochs=-1, max_steps=STEPS)
+    without, _ = fit("single", 1, [], max_epochs=-1, max_steps=STEPS)
+    assert largest_difference(module.state_dict(), without.state_dict()) == 0
+
+
+class MadeLater(Counting):
+    def setup(self, stage: str) -> None:
+        self.later = torch.nn.Linear(2, 2)
+
+
+def test_what_can_not_be_averaged_is_refused_by_name():
+    with pytest.raises(RefusedError, match="EMAWeightAveraging and WeightAveraging would each swap"):
+        fit("single", 1, [EMAWeightAveraging(), WeightAveraging()])
+    with pytest.raises(ValueError, match=r"WeightAveraging has copied the module before it had later\.weight"):
+        Engine(accelerator="cpu", max_steps=1, callbacks=[EMAWeightAveraging()], **QUIET).fit(
+            MadeLater(), DataLoader(TRAINED, BATCH)
+        )
+
+
+def test_statistics_that_need_a_pass_over_the_data_of_all_ranks_are_refused_before_the_first_step():
+    module = DigitsClassifier(width=2)
+    swa = StochasticWeightAveraging(0.01, swa_epoch_start=1)
+    engine = Engine(strategy="ddp_fork", accelerator="cpu", devices=2, max_epochs=2, callbacks=[swa], **QUIET)
+    with pytest.raises(ProcessRaisedException, match="StochasticWeightAveraging computes the statistics of BatchNorm"):
+        engine.fit(module, datamodule=Digits())
+    assert engine.global_step == 0
