@@ -108,7 +108,7 @@ class Manifest:
     files: dict[str, tuple[int, int]]
     """Size in bytes and CRC-32 of each file, by its name."""
     structures: dict[str, int] = dataclasses.field(default_factory=dict)
-    """`state_tree.structure_of` the content of `REST` and `RANKS`: callbacks and schedulers rely on theirs."""
+    """`state_tree.structure_of` `REST` and `RANKS`, or the entries of a single file: callbacks rely on theirs."""
     run: str = ""
     """Id of the run that saved the checkpoint."""
     lineage: tuple[str, ...] = ()
@@ -253,10 +253,10 @@ def parse_manifest(content: bytes, path: str | os.PathLike[str]) -> Manifest:
     except CheckpointError:
         raise
     except RecursionError:
-        damage: Any = "it is nested too deeply"
+        wrong: Any = "it is nested too deeply"
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        damage = error
-    raise CheckpointError(f"The checkpoint {path} is damaged: {MANIFEST} can't be trusted ({damage}).")
+        wrong = error
+    raise damage(path, f"{MANIFEST} can't be trusted ({wrong})")
 
 
 def _manifest(fields: dict[str, Any]) -> Manifest:

@@ -111,9 +111,9 @@ def _as_damage(path: str, weights_only: bool | None = None) -> Iterator[None]:
     """Turns any error in the block into a `CheckpointError` that names the checkpoint."""
     try:
         yield
-    except NotPlainError:
-        raise
     except CheckpointError as error:
+        if error.is_damage or isinstance(error, NotPlainError):
+            raise
         raise damage(path, str(error)) from error
     except Exception as error:
         if weights_only is False and not isinstance(error, OSError):

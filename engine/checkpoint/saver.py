@@ -256,7 +256,7 @@ class AsyncCheckpointer:
         group = self._ranks()
         wrong = sorted({*chain.from_iterable(group.all_gather_object(wrong_in(path, (group.rank, group.size))))})
         if wrong:
-            raise CheckpointError(f"The checkpoint {path} is damaged: {'; '.join(wrong)}.")
+            raise damage(path, "; ".join(wrong))
 
     def note_file(self, path: str, text: str) -> None:
         """Records that a checkpoint was written as one file with the manifest `text`; called by all ranks."""

@@ -22,10 +22,10 @@ from torch.distributed.checkpoint.metadata import (
 from ..foreign import open_plain
 from .checked_io import resolve
 from .content import check_state
-from .manifest import CheckpointError, damage
+from .manifest import CheckpointError, damage, parse_manifest
 from .publish import writing_file
-from .single_file import HEAD, OURS, check_archive, wrong_in
-from .state_tree import NAMES, all_by_name, excess, join, like, mapped, split, to_lightning
+from .single_file import HEAD, MANIFEST_KEY, OURS, check_archive, wrong_in
+from .state_tree import NAMES, all_by_name, excess, join, like, mapped, split, structure_of, to_lightning
 from .strided_shards import reading_plan
 
 __all__ = [
@@ -37,6 +37,7 @@ __all__ = [
     "part_of",
     "read_file",
     "refusal_of",
+    "structures_in",
     "whole_checkpoint",
     "whole_tensors",
     "write_file",
@@ -45,6 +46,9 @@ __all__ = [
 
 _NOT_OURS = ".safetensors"
 """Extension of the paths that torch.load opens as safetensors files; of a stream it checks the content instead."""
+
+_EDITED = ("state_dict", "hyper_parameters", "datamodule_hyper_parameters")
+"""The entries of a file that people edit before a run: modules name what does not fit them."""
 
 _MANY_VALUES = 100_000
 _MANY_BYTES = 1 << 26
@@ -63,13 +67,16 @@ def write_file(checkpoint: dict[str, Any], path: str) -> None:
         rank_zero_warn(note)
 
 
-def read_file(path: str | os.PathLike[str], weights_only: bool | None = None, *, lazily: bool = False) -> Any:
-    """Reads a file of `torch.save` and returns its content on the CPU.
+def read_file(
+    path: str | os.PathLike[str], weights_only: bool | None = None, *, lazily: bool = False, map_location: Any = "cpu"
+) -> Any:
+    """Reads a file of `torch.save`, of the engine's or of Lightning's, and does not check its content.
 
     Args:
         path: local or a URL.
         weights_only: as for `torch.load`.
         lazily: map the file and read tensors at first access; the file must not change while any of them exists.
+        map_location: as for `torch.load`.
 
     Raises:
         CheckpointError: it is no checkpoint, or its content is damaged.
@@ -79,9 +86,8 @@ def read_file(path: str | os.PathLike[str], weights_only: bool | None = None, *,
     is_local = isinstance(fs, LocalFileSystem)
     with open_plain(fs_path) if is_local else fs.open(fs_path, "rb") as stream:
         is_mapped = lazily and is_local and not fs_path.endswith(_NOT_OURS)
-        checkpoint = load_archive(stream, path, weights_only, mapped_path=fs_path if is_mapped else None)
-    check_file_state(checkpoint, path)
-    return checkpoint
+        mapped_path = fs_path if is_mapped else None
+        return load_archive(stream, path, weights_only, mapped_path=mapped_path, map_location=map_location)
 
 
 def check_file_state(checkpoint: Any, path: object) -> None:
@@ -93,13 +99,36 @@ def check_file_state(checkpoint: Any, path: object) -> None:
     if not isinstance(checkpoint, dict):
         raise CheckpointError(f"{path} is no checkpoint: it holds a {type(checkpoint).__name__}.")
     own = checkpoint.get(OURS)
+    own = own if type(own) is dict else {}
+    manifest = None
+    if MANIFEST_KEY in own:  # the first that is read: the state of a newer version may have another form
+        manifest = parse_manifest(str(own[MANIFEST_KEY]).encode(errors="surrogatepass"), path)
     try:
-        check_state(checkpoint, own.get("ranks") if type(own) is dict else None, None)
+        check_state(checkpoint, own.get("ranks"), None)
     except CheckpointError as error:
         raise damage(path, str(error)) from None
+    if manifest is not None:  # stock Lightning's files and exported ones have none
+        for name, structure in structures_in(checkpoint).items():
+            if manifest.structures.get(name) != structure:
+                raise damage(path, f"{name} has other entries, or entries of other types, than were saved")
 
 
-def load_archive(stream: Any, path: object, weights_only: bool | None, *, mapped_path: str | None = None) -> Any:
+def structures_in(checkpoint: dict[str, Any]) -> dict[str, int]:
+    """Returns `structure_of` each entry of a file from which a run continues, for the file's manifest."""
+    parts = {str(name): value for name, value in checkpoint.items() if name not in _EDITED}
+    if OURS in parts:
+        parts[OURS] = {name: value for name, value in parts[OURS].items() if name != MANIFEST_KEY}
+    return {name: structure_of(value) for name, value in parts.items()}
+
+
+def load_archive(
+    stream: Any,
+    path: object,
+    weights_only: bool | None,
+    *,
+    mapped_path: str | None = None,
+    map_location: Any = "cpu",
+) -> Any:
     """Loads an open file of `torch.save`: memory and time are bounded by its size.
 
     Args:
@@ -107,6 +136,7 @@ def load_archive(stream: Any, path: object, weights_only: bool | None, *, mapped
         path: its name, for error messages.
         weights_only: as for `torch.load`.
         mapped_path: the local path of the file, to map it instead of reading its tensors.
+        map_location: as for `torch.load`.
 
     Raises:
         CheckpointError: it describes more than it holds.
@@ -119,11 +149,11 @@ def load_archive(stream: Any, path: object, weights_only: bool | None, *, mapped
         if stream.read(len(HEAD)) == HEAD:  # older files of torch.save are one pickle
             pickled_bytes = check_archive(stream).file_size
     except (zipfile.BadZipFile, ValueError) as error:
-        raise CheckpointError(f"{name} can't be read: {error}") from None
+        raise damage(path, f"{name} can't be read: {error}") from None
     stream.seek(0)
     try:
         source = stream if mapped_path is None else mapped_path
-        value = torch.load(source, map_location="cpu", weights_only=weights_only, mmap=mapped_path is not None)
+        value = torch.load(source, map_location=map_location, weights_only=weights_only, mmap=mapped_path is not None)
     except pickle.UnpicklingError as refused:
         raise NotPlainError.for_path(path, refused) from None
     except Exception as error:  # torch's unpickler raises many types for invalid content
@@ -132,7 +162,7 @@ def load_archive(stream: Any, path: object, weights_only: bool | None, *, mapped
         reason = next(iter(str(error).splitlines()), "")[:300]
         raise damage(path, f"{type(error).__name__}: {reason}") from error
     if wrong := excess(value, max(_MANY_VALUES, 4 * pickled_bytes), size + _MANY_BYTES):
-        raise CheckpointError(f"{name} {wrong}")
+        raise damage(path, f"{name} {wrong}")
     return value
 
 
@@ -160,13 +190,9 @@ def whole_checkpoint(path: str, weights_only: bool | None, *, lazily: bool = Fal
         CheckpointError: the file is damaged, or has objects that `weights_only` does not allow.
     """
     if wrong := wrong_in(path):
-        raise CheckpointError(f"The checkpoint {path} is damaged: {'; '.join(wrong)}.")
-    try:
-        checkpoint = read_file(path, weights_only, lazily=lazily)
-    except (RuntimeError, EOFError, KeyError, ValueError, TypeError) as error:
-        if isinstance(error, CheckpointError) or weights_only is False:
-            raise
-        raise CheckpointError(f"The checkpoint {path} is damaged: {str(error).splitlines()[0][:300]}") from error
+        raise damage(path, "; ".join(wrong))
+    checkpoint = read_file(path, weights_only, lazily=lazily)
+    check_file_state(checkpoint, path)
     return _by_names(checkpoint, names_in(checkpoint) or [])
 
 

@@ -4,6 +4,7 @@ The module's hooks do not see the engine's own entry of a checkpoint, as when a 
 """
 
 import io
+import pickle
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -16,6 +17,7 @@ from lightning.pytorch.core import saving
 
 from ..checkpoint import CheckpointError, is_directory, load_checkpoint
 from ..checkpoint.single_file import OURS
+from ..checkpoint.whole import NotPlainError, read_file
 
 __all__: list[str] = []
 
@@ -82,8 +84,15 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _opened(path: Any, map_location: Any, weights_only: bool | None) -> Any:
-    if not isinstance(path, (str, Path)) or not is_directory(path):
+    if not isinstance(path, (str, Path)):  # an open file
         return _load_file(path, map_location, weights_only)
+    if str(path).startswith("http"):
+        try:  # Lightning's default there is to run the code in a file
+            return _load_file(path, map_location, weights_only is not False)
+        except pickle.UnpicklingError as refused:
+            raise NotPlainError.for_path(path, refused) from None
+    if not is_directory(path):
+        return read_file(path, weights_only, map_location=map_location)
     checkpoint = load_checkpoint(path, weights_only=weights_only)
     if map_location is None or map_location is saving._default_map_location:
         return checkpoint  # on the CPU, where it was opened

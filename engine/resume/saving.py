@@ -32,13 +32,14 @@ from ..checkpoint import (
     load_checkpoint,
     read_manifest,
 )
+from ..checkpoint.checked_io import resolve
 from ..checkpoint.content import VERSION
 from ..checkpoint.manifest import Kind, Manifest, manifest_bytes
 from ..checkpoint.ownership import check_may_replace, is_torch_file, path_status
 from ..checkpoint.publish import update_link
 from ..checkpoint.single_file import MANIFEST_KEY, MOST_TEXT_BYTES, OURS
 from ..checkpoint.state_tree import all_by_name, mapped, merged
-from ..checkpoint.whole import check_file_state, read_file, refusal_of, write_file
+from ..checkpoint.whole import check_file_state, read_file, refusal_of, structures_in, write_file
 from ..choices import CheckpointFormat
 from ..distributed.object_group import num_ranks
 from ..loggers.continuation import LogContinuation
@@ -192,12 +193,13 @@ class SavingConnector(_CheckpointConnector):
         """Saves by the strategy, as Lightning does; if it fails on one rank, all ranks raise."""
         path = str(filepath)
         name = path.rstrip("/").rsplit("/", 1)[-1]
-        manifest = Manifest(name=name, time=time.time(), files={}, **about)
-        text = self.saver.agree(lambda: manifest_bytes(manifest, MOST_TEXT_BYTES).decode())
         engine_state = checkpoint.pop(OURS, {})  # moved to the end: see `manifest_text`
         states = checkpoint.get("optimizer_states", [])
         if len(states) == len(self.trainer.optimizers) and all(map(_goes_by_number, states)):
             engine_state[NAMES] = [self._names(optimizer) for optimizer in self.trainer.optimizers] if states else []
+        checkpoint[OURS] = engine_state
+        manifest = Manifest(name=name, time=time.time(), files={}, structures=structures_in(checkpoint), **about)
+        text = self.saver.agree(lambda: manifest_bytes(manifest, MOST_TEXT_BYTES).decode())
         checkpoint[OURS] = {**engine_state, MANIFEST_KEY: text}
         error: Exception | None = None
         try:
@@ -459,9 +461,11 @@ class EngineIO(TorchCheckpointIO):
         self._saver.finish()
         if is_directory(path):
             return load_checkpoint(path, weights_only=weights_only)
-        if is_checkpoint(path):
-            return read_file(path, weights_only, lazily=num_ranks() > 1)  # each rank reads only its part
-        checkpoint = super().load_checkpoint(path, map_location or (lambda storage, _: storage), weights_only)
+        fs, fs_path = resolve(path)
+        if not fs.exists(fs_path):
+            raise FileNotFoundError(f"Checkpoint file not found: {path}")  # as in Lightning's `TorchCheckpointIO`
+        is_lazy = num_ranks() > 1 and is_checkpoint(path)  # each rank reads only its part
+        checkpoint = read_file(path, weights_only, lazily=is_lazy, map_location=map_location or "cpu")
         check_file_state(checkpoint, path)
         return checkpoint
 

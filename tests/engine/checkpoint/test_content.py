@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Timer
 
 from polyphase.callbacks import Snapshot
 from polyphase.engine.checkpoint import CheckpointError, commands, load_checkpoint
@@ -77,6 +78,61 @@ def test_a_structural_edit_is_named_and_an_older_one_is_taken(run, tmp_path, num
         assert status == 1, place
         for key in expected:
             assert torch.equal(found[key], expected[key]), place
+        shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> Path:
+    """A run that has saved the files of steps 2 and 4 among its snapshots."""
+    folder = tmp_path_factory.mktemp("files")
+    torch.manual_seed(0)
+    fit_to_files(folder, 4)
+    return folder
+
+
+class Scheduled(Regression):
+    """Has the state of an optimizer and a scheduler."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)]
+
+
+def fit_to_files(folder: Path, steps: int, **flags: Any) -> dict[str, torch.Tensor]:
+    module = Scheduled()
+    saves = ModelCheckpoint(folder / "snapshots", "file-{step}", every_n_train_steps=2, save_top_k=-1)
+    flags |= {"enable_checkpointing": True, "default_root_dir": folder}
+    trainer = engine(max_steps=steps, callbacks=[saves, EarlyStopping("loss", strict=False), Timer()], **flags)
+    trainer.fit(module, rows())
+    return module.state_dict()
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
+@pytest.mark.parametrize("num_edits", [12, *nightly(500)])
+def test_a_structural_edit_of_a_file_is_named_and_an_older_one_is_taken(files, tmp_path, num_edits):
+    """Also of what belongs to callbacks, optimizers and schedulers."""
+    expected, draw = fit_to_files(copied(files, tmp_path / "whole"), 8, resume="auto"), random.Random(0)
+    for number in range(num_edits):
+        folder = copied(files, tmp_path / f"{number}")
+        path = folder / "snapshots" / "file-step=4.ckpt"
+        content = torch.load(path, weights_only=True)
+        entry = draw.choice(["callbacks", "loops", "lr_schedulers", "optimizer_states", "polyphase"])
+        place = draw.choice(places(content[entry]))
+        if place == ("manifest",):
+            continue  # then it is a file of Lightning's
+        edited(content[entry], place, draw)
+        torch.save(content, path)
+        status = commands.main(["verify", str(path)])
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            found = fit_to_files(folder, 8, resume="auto")
+        told = [str(warning.message) for warning in seen]
+        assert any("An older one is used" in text for text in told), (entry, place)
+        assert any(f"{path} is damaged: it was renamed to" in text for text in told), (entry, place)
+        assert status == 1, (entry, place)
+        for key in expected:
+            assert torch.equal(found[key], expected[key]), (entry, place)
         shutil.rmtree(folder)
 
 

@@ -3,9 +3,14 @@
 import builtins
 import io
 import json
+import os
+import pickle
 import random
 import struct
+import threading
 import zipfile
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +19,7 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from polyphase.engine.checkpoint import AsyncCheckpointer, CheckpointError, commands, load_checkpoint
-from polyphase.engine.checkpoint.checked_io import Files
+from polyphase.engine.checkpoint.checked_io import Files, NotAPlainFileError
 
 from ...pairs import nightly
 from ..tiny import Regression, engine, rows
@@ -127,6 +132,70 @@ def test_evil_states_open_nowhere(tmp_path, capsys, name):
         with pytest.raises(CheckpointError, match="holds objects that are no plain values"):
             opens(str(path))
     assert_commands_refuse(path, tmp_path, capsys)
+
+
+class Web(BaseHTTPRequestHandler):
+    """A web server of the current folder, from which parts of files can be asked for."""
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        path = Path(self.path.lstrip("/"))
+        if not path.is_file():
+            self.send_error(404)
+            return
+        content = path.read_bytes()
+        begin, end = 0, len(content)
+        if (asked := self.headers.get("Range")) is not None:
+            first, _, last = asked.removeprefix("bytes=").partition("-")
+            begin, end = int(first), min(int(last) + 1 if last else end, end)
+        self.send_response(200 if asked is None else 206)
+        self.send_header("Accept-Ranges", "bytes")
+        self.send_header("Content-Range", f"bytes {begin}-{end - 1}/{len(content)}")
+        self.send_header("Content-Length", str(end - begin))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(content[begin:end])
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def web(tmp_path, monkeypatch):
+    """The address of a web server of `tmp_path`."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "downloads"))
+    with ThreadingHTTPServer(("127.0.0.1", 0), Web) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize("is_stock", [False, True])
+def test_evil_files_open_nowhere(tmp_path, web, is_stock):
+    trainer = engine(max_steps=1, default_root_dir=tmp_path)
+    trainer.fit(Regression(), rows())
+    trainer.save_checkpoint("evil.ckpt")
+    content = torch.load("evil.ckpt", weights_only=True) | {"a": Evil()}
+    torch.save({key: value for key, value in content.items() if key != "polyphase" or not is_stock}, "evil.ckpt")
+    for path in ("evil.ckpt", f"{web}/evil.ckpt"):
+        fit = partial(engine().fit, Regression(), rows(), ckpt_path=path)
+        for opens in (fit, partial(Regression.load_from_checkpoint, path)):
+            with pytest.raises(pickle.UnpicklingError, match="weights_only=False"):
+                opens()
+    with pytest.raises(pickle.UnpicklingError, match="weights_only=False"):
+        load_checkpoint("evil.ckpt")
+
+
+def test_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe.ckpt")
+    for opens in (Regression.load_from_checkpoint, lambda p: engine().fit(Regression(), rows(), ckpt_path=p)):
+        with pytest.raises(NotAPlainFileError, match=r"pipe\.ckpt is no plain file"):
+            opens(tmp_path / "pipe.ckpt")
 
 
 @pytest.mark.parametrize("escape", ["../../etc/passwd", "/dev/zero", "/etc/passwd"])
