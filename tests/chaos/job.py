@@ -102,27 +102,52 @@ class Numbered(Dataset[tuple[int, Tensor]]):
         return index, self.rows[index]
 
 
+class Block(nn.Module):
+    """A perceptron beside its input, as strategies that split layers or deal blocks out look for."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.up, self.down, self.dropout = nn.Linear(16, 32), nn.Linear(32, 16), nn.Dropout(dropout)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return rows + self.down(self.dropout(torch.relu(self.up(rows))))
+
+
 class Recorder(LightningModule):
     """Writes a line for each batch: time, epoch, optimizer step, and the numbers of its samples.
 
-    To a file for each start and rank, whose name has the time at which rank 0 started.
+    To a file for each start and rank, whose name has the time at which rank 0 started. Of ranks that share their
+    samples, the first one writes.
     """
 
     def __init__(self, folder: Path, pause_s: float, dropout: float) -> None:
         super().__init__()
         self.folder, self.pause_s = folder, pause_s
-        self.net = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Dropout(dropout), nn.Linear(64, 1))
+        self.blocks = nn.Sequential(*(Block(dropout) for _ in range(2)))
+        self.head = nn.Linear(16, 1)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.head(self.blocks(rows)).squeeze(1)
 
     def on_train_start(self) -> None:
         start = self.trainer.strategy.broadcast(time.time_ns())
-        self.lines = (self.folder / f"start-{start:020}-{self.global_rank}.txt").open("x", buffering=1)
+        name = f"start-{start:020}-{self.global_rank}.txt"
+        sharing: list[Any] = [self.trainer.data_rank]
+        if self.trainer.world_size > 1:
+            sharing = [None] * self.trainer.world_size
+            torch.distributed.all_gather_object(sharing, self.trainer.data_rank)
+        is_first = sharing.index(self.trainer.data_rank) == self.global_rank
+        self.lines = (self.folder / name).open("x", buffering=1) if is_first else None
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        time.sleep(self.pause_s)
+        words = (time.time(), self.current_epoch, self.global_step, *batch[0].tolist())
+        if self.lines is not None:
+            self.lines.write(" ".join(map(str, words)) + "\n")
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        numbers, rows = batch
-        time.sleep(self.pause_s)
-        words = (time.time(), self.current_epoch, self.global_step, *numbers.tolist())
-        self.lines.write(" ".join(map(str, words)) + "\n")
-        return (self.net(rows).squeeze(1) - rows.sum(1)).square().mean()
+        _, rows = batch
+        return (self(rows) - rows.sum(1)).square().mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
@@ -138,6 +163,7 @@ def main(
     flags: dict[str, Any] | None = None,
 ) -> None:
     flags = dict(flags or {})
+    flags.pop("num_ranks", None)  # the launcher's
     loading = {name: flags.pop(name, default) for name, default in (("num_workers", 0), ("shuffle", True))}
     seed_everything(5)
     snapshot = Snapshot(folder / "snapshots", every_n_steps=3, every_minutes=None)

@@ -27,6 +27,7 @@ from typing import Any
 import psutil
 import torch
 
+from .. import warm
 from ..distributed import ROOT
 from .job import POINTS
 
@@ -52,8 +53,14 @@ CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "fsdp, int8": ("fsdp", {"compression": "int8"}),
     "local_sgd": ("local_sgd:sync_every=4", {}),
     "diloco": ("diloco:sync_every=4", {}),
+    "tp": ("tp", {}),
+    "pp": ("pp", {}),
+    "hsdp": ("hsdp:replicate=2", {"num_ranks": 4}),
+    "fsdp+tp": ("fsdp+tp:tp=2", {"num_ranks": 4}),
+    "pp+ddp": ("pp+ddp:stages=2", {"num_ranks": 4}),
+    "pp+fsdp": ("pp+fsdp:stages=2", {"num_ranks": 4}),
 }
-"""Strategy and flags, by name."""
+"""Strategy, and flags of the engine, the loader and the launcher, by name."""
 
 JOB = Path(__file__).with_name("job.py")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--max-restarts=100", "--monitor-interval=0.2")
@@ -94,10 +101,12 @@ def undisturbed(
     *,
     dropout: float = 0.1,
     flags: dict[str, Any] | None = None,
+    has_warm_ranks: bool = False,
 ) -> None:
-    """Runs the job once, to its end."""
-    with Job(folder, strategy, num_samples, num_epochs, pause_s=0.0, dropout=dropout, flags=flags) as agent:
-        if agent.wait(timeout=120):
+    """Runs the job once, to its end; `has_warm_ranks` as for `storm`."""
+    more = {"dropout": dropout, "flags": flags, "has_warm_ranks": has_warm_ranks}
+    with Job(folder, strategy, num_samples, num_epochs, pause_s=0.0, **more) as agent:
+        if agent.wait(timeout=600):  # on a machine with much else to do
             raise RuntimeError((folder / "log.txt").read_text())
 
 
@@ -114,6 +123,7 @@ def storm(
     timeout_s: float = 600,
     points: Sequence[str] = POINTS,
     flags: dict[str, Any] | None = None,
+    has_warm_ranks: bool = False,
 ) -> Outcome:
     """Runs the job, kills `num_kills` processes of it, and compares the outcome with that of the job in `calm`.
 
@@ -129,13 +139,16 @@ def storm(
         timeout_s: for all of it.
         points: where traps are set, one after the other; none: all kills are at random moments.
         flags: of the engine and the loader.
+        has_warm_ranks: the ranks are forks of a process that has imported torch; then the agent is never killed, since
+            forks are not its children.
     """
     draw = random.Random(seed)
     kills: list[float] = []
     deadline = time.monotonic() + timeout_s
     traps = [folder / f"trap-{points[number % len(points)]}" for number in range(num_kills // 2)] if points else []
+    more = {"pause_s": pause_s, "flags": flags, "has_warm_ranks": has_warm_ranks}
     while not (folder / "weights.pt").exists():
-        with Job(folder, strategy, num_samples, num_epochs, pause_s=pause_s, flags=flags) as agent:
+        with Job(folder, strategy, num_samples, num_epochs, **more) as agent:
             while agent.poll() is None:
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"after {timeout_s} s and {len(kills)} kills:\n{_tail(folder)}")
@@ -148,7 +161,7 @@ def storm(
                     time.sleep(0.02)
                     continue
                 time.sleep(draw.uniform(0.0, 1.0))
-                if _kill(agent, draw):
+                if _kill(agent, draw, spares_agent=has_warm_ranks):
                     kills.append(time.time())
     for trap in traps:  # the job was over first
         trap.unlink(missing_ok=True)
@@ -187,12 +200,16 @@ class Job:
         pause_s: float,
         dropout: float = 0.1,
         flags: dict[str, Any] | None = None,
-        launcher: Sequence[str] = (*TORCHRUN, "--standalone", "--nproc-per-node=2"),
+        launcher: Sequence[str] = (),
+        has_warm_ranks: bool = False,
     ) -> None:
         folder.mkdir(exist_ok=True)
         arguments = [str(folder), strategy, str(num_samples), str(num_epochs), str(pause_s), str(dropout)]
         arguments.append(json.dumps(flags or {}))
-        self._command = [*launcher, str(JOB), *arguments]
+        num_ranks = (flags or {}).get("num_ranks", 2)
+        launcher = launcher or [*TORCHRUN, "--standalone", f"--nproc-per-node={num_ranks}"]
+        by_ranks = ["--no-python", warm.python()] if has_warm_ranks else []
+        self._command = [*launcher, *by_ranks, str(JOB), *arguments]
         self._log = (folder / "log.txt").open("a")
 
     def __enter__(self) -> subprocess.Popen:
@@ -210,13 +227,13 @@ class Job:
         self._log.close()
 
 
-def _kill(agent: subprocess.Popen, draw: random.Random) -> bool:
+def _kill(agent: subprocess.Popen, draw: random.Random, *, spares_agent: bool) -> bool:
     """SIGKILL to a rank, or, one time in five, to the agent."""
     try:
         ranks = [p for p in psutil.Process(agent.pid).children(recursive=True) if str(JOB) in p.cmdline()]
         if not ranks:
             return False
-        victim = agent.pid if draw.random() < 0.2 else draw.choice(ranks).pid
+        victim = agent.pid if draw.random() < 0.2 and not spares_agent else draw.choice(ranks).pid
         os.kill(victim, signal.SIGKILL)
     except (psutil.NoSuchProcess, psutil.ZombieProcess, ProcessLookupError):
         return False
@@ -286,6 +303,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=360)
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--warm", action="store_true", help="ranks are forks of one process: five times as fast")
     options = parser.parse_args()
     outcomes = [_storm_over(name, options) for name in options.only]
     print(
@@ -303,9 +321,13 @@ def _storm_over(name: str, options: argparse.Namespace) -> Outcome:
     with tempfile.TemporaryDirectory() as folder:
         stormy, calm = Path(folder) / "stormy", Path(folder) / "calm"
         sizes = (strategy, options.samples, options.epochs)
-        undisturbed(calm, *sizes, flags=flags)
-        outcome = storm(stormy, calm, *sizes, num_kills=options.kills, seed=options.seed, timeout_s=1800, flags=flags)
-        print(f"{name}: {outcome}", flush=True)
+        undisturbed(calm, *sizes, flags=flags, has_warm_ranks=options.warm)
+        num_traps = options.kills // 2
+        first = (list(CONFIGURATIONS).index(name) + options.seed) * num_traps % len(POINTS)
+        points = (*POINTS[first:], *POINTS[:first])
+        kills = {"num_kills": options.kills, "seed": options.seed, "points": points, "has_warm_ranks": options.warm}
+        outcome = storm(stormy, calm, *sizes, **kills, timeout_s=1800, flags=flags)
+        print(f"{name} ({', '.join(points[:num_traps])}): {outcome}", flush=True)
         return outcome
 
 
