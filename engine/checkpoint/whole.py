@@ -102,7 +102,7 @@ def check_file_state(checkpoint: Any, path: object) -> None:
     own = own if type(own) is dict else {}
     manifest = None
     if MANIFEST_KEY in own:  # the first that is read: the state of a newer version may have another form
-        manifest = parse_manifest(str(own[MANIFEST_KEY]).encode(errors="surrogatepass"), path)
+        manifest = parse_manifest(str(own[MANIFEST_KEY]).encode(errors="surrogatepass"), str(path))
     try:
         check_state(checkpoint, own.get("ranks"), None)
     except CheckpointError as error:
