@@ -19,6 +19,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.optim import Optimizer
 from torch.profiler import profile, record_function, schedule
 
+from polyphase.engine.foreign import written_beside
 from polyphase.engine.run_info import log_folder, shown_path
 from polyphase.engine.strategies import capabilities_of
 
@@ -227,7 +228,8 @@ class TraceProfiler(Summarized):
         path = os.path.join(self._folder, f"rank_{self._rank}-step_{self._began + self.warmup}-{self._why}.json.gz")
         try:
             os.makedirs(self._folder, exist_ok=True)
-            trace.export_chrome_trace(path)
+            with written_beside(path) as beside:
+                trace.export_chrome_trace(beside)
         except OSError as error:  # a full disk must not end training
             rank_zero_warn(f"TraceProfiler could not write {path}: {error}")
             return
@@ -320,7 +322,8 @@ class _MemoryHistory:
     def _write(self, device: int, requested: int, total: int, free: int) -> None:
         if self._is_on:
             path = self._path()
-            torch.cuda.memory._dump_snapshot(path)
+            with written_beside(path) as beside:
+                torch.cuda.memory._dump_snapshot(beside)
             self.written.append(path)
 
     def end(self) -> None:

@@ -8,9 +8,12 @@ import html
 import os
 import re
 import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import IO
 
-__all__ = ["NotAPlainFileError", "for_html", "for_terminal", "open_new", "open_plain"]
+__all__ = ["NotAPlainFileError", "for_html", "for_terminal", "open_new", "open_plain", "written_beside"]
 
 _NOT_SHOWN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 """Controls of terminals, marks that change the direction of the text, and bytes of file names that are no UTF-8."""
@@ -46,6 +49,18 @@ def open_new(path: str) -> IO[str]:
     if os.path.lexists(path):
         os.remove(path)
     return open(path, "x", encoding="utf-8")
+
+
+@contextmanager
+def written_beside(path: str) -> Iterator[str]:
+    """Has somebody else's function write a local file of ours, by the yielded path, in a folder that only we can use.
+
+    At the end the file gets the name `path`, in place of a file or a link there, which is never followed.
+    """
+    folder, name = os.path.split(path)
+    with tempfile.TemporaryDirectory(prefix=".writing-", dir=folder) as own:
+        yield os.path.join(own, name)
+        os.replace(os.path.join(own, name), path)
 
 
 def for_terminal(text: str) -> str:

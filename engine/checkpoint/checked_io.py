@@ -44,14 +44,15 @@ class Files:
 
     @contextmanager
     def writing(self, name: str, *, notes_sum: bool = True) -> Iterator[Any]:
-        """Opens a new file for sequential writes; syncs it to the disk on exit.
+        """Opens a new file for sequential writes; syncs it to the disk on exit. A link of its name is not followed.
 
         Args:
             name: name of the file.
             notes_sum: record the size and checksum of the file in `written`. The checksum takes a third of a save's
                 time, so a file that contains its own checksums does without it.
         """
-        with naming(self.join(name)), self.fs.open(self.join(name), "wb") as stream:
+        path = self.join(name)
+        with naming(path), open(path, "xb") if self.is_local else self.fs.open(path, "wb") as stream:
             checked = _Checked(stream, sums=notes_sum)
             yield checked
             if checked.error is not None:

@@ -235,7 +235,8 @@ class Report:
             is_local = isinstance(files, LocalFileSystem)
             with open_new(fresh) if is_local else files.open(fresh, "w") as stream:
                 json.dump(self._content, stream, indent=2, default=str)
-            files.mv(fresh, f"{path}/{self._name}")  # atomically, since this process may be killed meanwhile
+            move = os.replace if is_local else files.mv  # atomically, since this process may be killed meanwhile
+            move(fresh, f"{path}/{self._name}")
         except Exception as error:  # a problem with the report must not hide the failure
             self.where = f"not written: {type(error).__name__}: {error}"
         return self.where

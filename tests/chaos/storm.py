@@ -57,8 +57,8 @@ CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "pp": ("pp", {}),
     "hsdp": ("hsdp:replicate=2", {"num_ranks": 4}),
     "fsdp+tp": ("fsdp+tp:tp=2", {"num_ranks": 4}),
-    "pp+ddp": ("pp+ddp:stages=2", {"num_ranks": 4}),
-    "pp+fsdp": ("pp+fsdp:stages=2", {"num_ranks": 4}),
+    "pp+ddp": ("pp+ddp:pipeline_size=2", {"num_ranks": 4}),
+    "pp+fsdp": ("pp+fsdp:pipeline_size=2", {"num_ranks": 4}),
 }
 """Strategy, and flags of the engine, the loader and the launcher, by name."""
 

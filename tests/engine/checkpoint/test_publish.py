@@ -306,3 +306,11 @@ def test_object_stores_have_no_locks(tmp_path):
     url = f"memory://{tmp_path.name}"
     lock(url)()
     assert names(url) == []
+
+
+def test_a_link_in_the_place_of_a_file_is_not_followed(tmp_path):
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / "rest.pt").symlink_to("mine")
+    with pytest.raises(FileExistsError), Files(tmp_path).writing("rest.pt") as stream:
+        stream.write(b"ours")
+    assert (tmp_path / "mine").read_text() == "mine"

@@ -1,8 +1,12 @@
-"""What to do about errors that everybody meets: each message, as it really is, has its own remedy."""
+"""What to do about errors that everybody meets: each message, as it really is, has its own remedy; reports."""
+
+import json
+import os
+from pathlib import Path
 
 import pytest
 
-from polyphase.engine.reliability.report import what_to_do
+from polyphase.engine.reliability.report import Report, what_to_do
 
 MESSAGES = {
     "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB": "fsdp",
@@ -58,3 +62,14 @@ def test_others_have_none(message):
 @pytest.mark.parametrize(("kind", "advice"), [("death", "oom"), ("hang", "`ranks`"), ("lost host", "doctor host")])
 def test_failures_without_a_message_go_by_their_kind(kind, advice):
     assert advice in what_to_do({"kind": kind, "message": "its process has ended without an error message"})
+
+
+def test_a_report_is_not_moved_into_the_folder_of_a_link(tmp_path):
+    failure = {"rank": 0, "by": 0, "kind": "exception", "message": "RuntimeError: x"}
+    report = Report(str(tmp_path / "failures"), failure, {}, None)
+    (tmp_path / "failures").mkdir()
+    (tmp_path / "other").mkdir()
+    os.symlink(tmp_path / "other", report.where)
+    assert json.loads(Path(report.write()).read_text())["kind"] == "exception"
+    assert not os.path.islink(report.where)
+    assert os.listdir(tmp_path / "other") == []
