@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 TORCH ?= torch>=2.13,<2.14
 OLDEST ?= $(TORCH)
 NEWEST ?= torch>=2.15,<2.16
+LIGHTNING ?= lightning>=2.6.6,<2.7
+OLDEST_LIGHTNING ?= lightning==2.6.6
 
 # Else each process compiles the package, and each process of the tests compiles those, anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -36,11 +38,11 @@ install_with = $(BIN)/uv pip install --quiet --python $(BIN)/python $(1) || $(PI
 $(VENV)/.runs: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP_INSTALL) "$(TORCH)" uv
-	$(call install_with,--editable ".[cli$(comma)examples]")
+	$(call install_with,"$(LIGHTNING)" --editable ".[cli$(comma)examples]")
 	touch $@
 
 $(VENV)/.installed: $(VENV)/.runs
-	$(call install_with,--editable ".[dev]")
+	$(call install_with,"$(LIGHTNING)" --editable ".[dev]")
 	touch $@
 
 install: $(VENV)/.installed  ## the package and all it needs, into .venv
@@ -63,8 +65,8 @@ nightly: install  ## all combinations, all interpreters cold, patterns of others
 compatibility: install  ## what other code does with a trainer, with Lightning's and with the engine; takes two minutes
 	$(PYTEST) tests/compatibility
 
-versions:  ## all tests on the oldest and the newest torch, each in a .venv of its own; some 15 GB where those are for CUDA
-	$(MAKE) test VENV=.venv-oldest TORCH="$(OLDEST)"
+versions:  ## all tests on the oldest and the newest torch and Lightning, each in a .venv of its own; some 15 GB for CUDA
+	$(MAKE) test VENV=.venv-oldest TORCH="$(OLDEST)" LIGHTNING="$(OLDEST_LIGHTNING)"
 	$(MAKE) test VENV=.venv-newest TORCH="$(NEWEST)"
 
 bench: install  ## what the engine costs per step, into benchmarks/results

@@ -110,6 +110,23 @@ def test_the_versions_of_torch_are_the_same_wherever_they_are_named():
     assert f"torch 2.{oldest} to 2.{newest}," in (ROOT / "README.md").read_text()
 
 
+def test_promises_rest_on_versions_that_are_required():
+    """`make versions` runs the tests of docs/security.md on the oldest patch of Lightning that may be installed."""
+    project = PROJECT["project"]
+    required = [*project["dependencies"], *project["optional-dependencies"]["cli"]]
+    bounds = {line.partition(">=")[2] for line in required if re.match(r"lightning\b", line)}
+    (bound,) = bounds
+    oldest = bound.partition(",")[0]
+    makefile = (ROOT / "Makefile").read_text()
+    assert f"\nLIGHTNING ?= lightning>={bound}\nOLDEST_LIGHTNING ?= lightning=={oldest}\n" in makefile
+    assert f"| Lightning | 2.6, from {oldest} on: " in (ROOT / "docs" / "versions.md").read_text()
+    security = (ROOT / "docs" / "security.md").read_text()
+    promised = re.findall(r"\brests on (\w+) ([\d.]+\d) or later", security)
+    assert promised == [("Lightning", oldest)]
+    named = re.findall(r"\b(?:torch|PyTorch|Lightning|safetensors|Python) \d[\d.]*\d", security)
+    assert named == [f"Lightning {oldest}"]  # no other sentence rests on a version
+
+
 def test_the_versions_file_is_read_without_importing_anything():
     assert not names(ROOT / "engine" / "version.py")
 

@@ -7,6 +7,7 @@ import os
 import pickle
 import random
 import struct
+import sys
 import threading
 import zipfile
 from functools import partial
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from jsonargparse import ArgumentError
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from polyphase.engine.checkpoint import AsyncCheckpointer, CheckpointError, commands, load_checkpoint
@@ -189,6 +191,53 @@ def test_evil_files_open_nowhere(tmp_path, web, is_stock):
                 opens()
     with pytest.raises(pickle.UnpicklingError, match="weights_only=False"):
         load_checkpoint("evil.ckpt")
+
+
+class Activated(Regression):
+    """With a part that the command line makes."""
+
+    def __init__(self, activation: torch.nn.Module | None = None) -> None:
+        super().__init__()
+        self.activation = activation
+
+
+def save_with(values: dict[str, Any], path: Path) -> None:
+    version = {"pytorch-lightning_version": "2.6.6"}
+    torch.save({**version, "state_dict": Activated().state_dict(), "hyper_parameters": values}, path)
+
+
+BY_CLI = "lightning.pytorch.cli.instantiate_module"
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Lightning's of jsonargparse
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"_instantiator": "builtins.exec"}, "asks for 'builtins.exec', which is not called"),
+        ({"_instantiator": BY_CLI, "_class_path": "planted.Evil"}, "name planted.Evil, which is not imported"),
+        ({"_instantiator": BY_CLI, "_class_path": "subprocess.Popen"}, "does not resolve to .* subclass of Activated"),
+        (
+            {"_instantiator": BY_CLI, "activation": {"class_path": "planted.Evil"}},
+            "planted.Evil, which is not imported",
+        ),
+        ({"_instantiator": BY_CLI, "activation": {"class_path": "io.StringIO"}}, r"(?s)not validate .*io\.StringIO"),
+    ],
+)
+def test_hyper_parameters_run_and_import_nothing(tmp_path, monkeypatch, values, says):
+    """Rests on Lightning, too: see `test_promises_rest_on_versions_that_are_required`."""
+    (tmp_path / "planted.py").write_text(f"import builtins; builtins.{MARKER} = 1")
+    monkeypatch.syspath_prepend(tmp_path)
+    save_with(values, tmp_path / "x.ckpt")
+    with pytest.raises((ValueError, ArgumentError), match=says):
+        Activated.load_from_checkpoint(tmp_path / "x.ckpt")
+    assert "planted" not in sys.modules
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_hyper_parameters_name_classes_that_annotations_allow(tmp_path):
+    values = {"_instantiator": BY_CLI, "activation": {"class_path": "torch.nn.modules.activation.ReLU"}}
+    save_with(values, tmp_path / "x.ckpt")
+    assert isinstance(Activated.load_from_checkpoint(tmp_path / "x.ckpt").activation, torch.nn.ReLU)
 
 
 def test_a_pipe_is_not_waited_for(tmp_path):
