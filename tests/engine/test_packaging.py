@@ -127,6 +127,36 @@ def test_promises_rest_on_versions_that_are_required():
     assert named == [f"Lightning {oldest}"]  # no other sentence rests on a version
 
 
+UNPICKLED = {
+    "engine/checkpoint/whole.py": ["load_archive"],  # with the `weights_only` of the caller
+    "engine/resume/from_checkpoint.py": ["_opened"],  # what this process has just written
+    "engine/launch/process_launchers.py": ["_first_exception", "join", "take"],
+    "engine/strategies/pipeline/tree_broadcast.py": ["broadcast"],
+    "engine/strategies/ps/rpc.py": ["_Unpickler"],
+}
+"""All that may unpickle more than plain values, each in docs/security.md."""
+
+
+def test_what_is_unpickled_is_listed():
+    found: dict[str, list[str]] = {}
+    for path in SOURCES:
+        for outer in ast.walk(ast.parse(path.read_text())):
+            if isinstance(outer, ast.ClassDef):
+                unpickles = "pickle.Unpickler" in map(ast.unparse, outer.bases)
+            else:
+                unpickles = isinstance(outer, ast.FunctionDef) and any(map(_unpickles, ast.walk(outer)))
+            if unpickles:
+                found.setdefault(path.relative_to(ROOT).as_posix(), []).append(getattr(outer, "name", ""))
+    assert {file: sorted(places) for file, places in found.items()} == UNPICKLED
+
+
+def _unpickles(node: ast.AST) -> bool:
+    if not isinstance(node, ast.Call) or ast.unparse(node.func) not in ("torch.load", "pickle.load", "pickle.loads"):
+        return False
+    values = [keyword.value for keyword in node.keywords if keyword.arg == "weights_only"]
+    return [ast.unparse(value) for value in values] != ["True"]
+
+
 def test_the_versions_file_is_read_without_importing_anything():
     assert not names(ROOT / "engine" / "version.py")
 
