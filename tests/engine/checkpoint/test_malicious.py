@@ -240,6 +240,17 @@ def test_hyper_parameters_name_classes_that_annotations_allow(tmp_path):
     assert isinstance(Activated.load_from_checkpoint(tmp_path / "x.ckpt").activation, torch.nn.ReLU)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_classes_of_arguments_are_imported_for_a_file_that_is_trusted(tmp_path, monkeypatch):
+    (tmp_path / "trusted_layers.py").write_text("import torch\n\nclass Fine(torch.nn.Module): ...")
+    monkeypatch.syspath_prepend(tmp_path)
+    save_with({"_instantiator": BY_CLI, "activation": {"class_path": "trusted_layers.Fine"}}, tmp_path / "x.ckpt")
+    with pytest.raises(CheckpointError, match=r"trusted_layers\.Fine, which is not imported"):
+        Activated.load_from_checkpoint(tmp_path / "x.ckpt")
+    module = Activated.load_from_checkpoint(tmp_path / "x.ckpt", weights_only=False)
+    assert type(module.activation).__name__ == "Fine"
+
+
 def test_a_pipe_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "pipe.ckpt")
     for opens in (Regression.load_from_checkpoint, lambda p: engine().fit(Regression(), rows(), ckpt_path=p)):

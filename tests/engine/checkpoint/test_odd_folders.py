@@ -37,6 +37,10 @@ def manifest_is_a_link(path: Path) -> None:
     (path / MANIFEST).symlink_to(path.parent / "elsewhere.json")
 
 
+def manifest_is_huge(path: Path) -> None:
+    os.truncate(path / MANIFEST, (1 << 26) + 1)
+
+
 def manifest_is_nested(path: Path) -> None:
     (path / MANIFEST).write_text("[" * 100_000 + "]" * 100_000)
 
@@ -120,7 +124,7 @@ def linked_file(path: Path) -> None:
 
 
 DAMAGES: list[Callable[[Path], None]] = [
-    *(manifest_is_a_folder, manifest_is_a_pipe, manifest_is_a_link, manifest_is_nested, linked_file),
+    *(manifest_is_a_folder, manifest_is_a_pipe, manifest_is_a_link, manifest_is_nested, manifest_is_huge, linked_file),
     *(says(step="20"), says(step=True), says(step=-1), says(step=1 << 70), says(epoch=None), says(time="now")),
     *(says(time=1e300), says(time=10**400), says(time=-1.0)),
     *(says(name="../../escaped"), says(name="/etc"), says(name=".."), says(name=".lock"), says(world_size=0)),

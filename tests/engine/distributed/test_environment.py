@@ -7,7 +7,7 @@ import psutil
 import pytest
 import torch
 
-from polyphase.engine.distributed.environment import global_seed, listen_towards
+from polyphase.engine.distributed.environment import child_environment, global_seed, listen_towards
 from polyphase.engine.distributed.launchers import launched_sizes, launcher_name, resolve_sizes
 
 from ..tiny import QUIET, Engine
@@ -46,6 +46,19 @@ def launch(monkeypatch):
             monkeypatch.setenv(name, str(value))
 
     return set_
+
+
+def test_processes_that_are_started_share_a_secret(monkeypatch):
+    name = "POLYPHASE_JOB_SECRET"
+    monkeypatch.delenv(name, raising=False)
+    with child_environment(num_nodes=2):  # which the other machine's processes would not have
+        assert name not in os.environ
+    with child_environment(num_nodes=1):
+        assert len(bytes.fromhex(os.environ[name])) == 32
+    assert name not in os.environ
+    monkeypatch.setenv(name, "the user's")
+    with child_environment(num_nodes=1):
+        assert os.environ[name] == "the user's"
 
 
 def test_without_a_launcher_the_flags_are_as_given():

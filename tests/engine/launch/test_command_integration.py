@@ -38,6 +38,18 @@ def test_modules_are_started_and_failures_passed_on(tmp_path):
     assert "exitcode  : 3" in finished.output
 
 
+def test_processes_of_one_machine_share_a_secret(tmp_path, monkeypatch):
+    monkeypatch.delenv("POLYPHASE_JOB_SECRET", raising=False)
+    (tmp_path / "job.py").write_text(
+        "import os, pathlib\npathlib.Path(os.environ['RANK']).write_text(os.environ['POLYPHASE_JOB_SECRET'])\n"
+    )
+    command = [sys.executable, "-m", "polyphase.engine", "launch", "--nproc=2", "--", "job.py"]
+    finished = run_command(command, timeout_s=90)
+    assert finished.returncode == 0, finished.output
+    assert len((tmp_path / "0").read_text()) == 64
+    assert (tmp_path / "0").read_text() == (tmp_path / "1").read_text()
+
+
 def test_sigterm_reaches_the_processes(tmp_path):
     (tmp_path / "job.py").write_text(
         "import pathlib, signal, sys, time\n"
