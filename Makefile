@@ -81,7 +81,7 @@ zoo: install  ## other people's models under every strategy, into docs/models.md
 	$(PYTEST) tests/zoo/weights.py
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.zoo
 
-chaos: install  ## kills a training job 12 times in each of 19 configurations, and says what was lost; takes hours
+chaos: install  ## kills a training job 12 times in each of 25 configurations, and says what was lost; takes hours
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos.storm
 
 clusters: install  ## two hosts that are cut off, powered off, slow or nameless; into benchmarks/results; as root, ten minutes
