@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -173,7 +174,7 @@ def _samples_per_step(figures: Figures) -> float | None:
     counts = [total.num_samples for total in figures.totals.values()]
     if any(count is None for count in counts):
         return None
-    sharing = figures.info.layout.get("tp", 1) * figures.info.layout.get("pp", 1)
+    sharing = math.prod(figures.info.layout.get(axis, 1) for axis in ("tp", "cp", "pp"))
     return round(sum(count or 0 for count in counts) / sharing / max(figures.num_steps, 1), 1) or None
 
 

@@ -32,7 +32,7 @@ class HealthWatch:
         self._trainer = trainer
         # A parameter server applies gradients in another process.
         self._sees_gradients = capabilities_of(trainer.strategy).keeps_step
-        self._is_replicated = why_not(trainer) is None and trainer.layout.tp == 1
+        self._is_replicated = why_not(trainer) is None and trainer.layout.num_sharing == 1
         self._copied: _Measurement | None = None
 
     @torch.no_grad()

@@ -22,7 +22,7 @@ __all__ = [
     "UnevenPolicy",
 ]
 
-Axis = Literal["pp", "replicate", "shard", "tp"]
+Axis = Literal["pp", "replicate", "shard", "tp", "cp"]
 """Axes of the device mesh, outermost first."""
 
 StrategyName = Literal[
@@ -36,6 +36,10 @@ StrategyName = Literal[
     "tp",
     "fsdp+tp",
     "hsdp+tp",
+    "cp",
+    "ddp+cp",
+    "fsdp+cp",
+    "hsdp+cp",
     "pp",
     "pp+ddp",
     "pp+fsdp",

@@ -57,6 +57,8 @@ class Layout:
     """Number of shards that parameters, gradients and optimizer state are cut into."""
     tp: int = 1
     """Number of devices that share one tensor-parallel layer."""
+    cp: int = 1
+    """Number of devices that share the sequences of their samples."""
 
     def __post_init__(self) -> None:
         for axis, size in self.axes.items():
@@ -71,6 +73,11 @@ class Layout:
     def world_size(self) -> int:
         """Number of processes: the product of all axes."""
         return math.prod(self.axes.values())
+
+    @property
+    def num_sharing(self) -> int:
+        """Number of processes, one after the other, that have the same samples: those of the axes `tp` and `cp`."""
+        return self.tp * self.cp
 
     def __str__(self) -> str:
         return " x ".join(f"{axis}={size}" for axis, size in self.axes.items() if size > 1) or "one device"
@@ -362,6 +369,7 @@ VALUES: Mapping[str, Mapping[str, str]] = {
         "ddp_sharded": "zero1",
         "ddpstrategy": "ddp",
         "deepspeed": "fsdp",
+        "context_parallel": "cp",
         "deepspeed_stage_1": "zero1",
         "deepspeed_stage_2": "fsdp:reshard_after_forward=false",
         "deepspeed_stage_2_offload": "fsdp:reshard_after_forward=false",

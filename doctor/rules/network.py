@@ -29,7 +29,7 @@ _MIN_LATER_S, _MESSAGE_MB = 0.01, 2.0
 
 UNDERUSED = 0.6
 """The share of the rate of a large all-reduce below which exposed collectives underuse the network."""
-_SYNCHRONOUS = ("ddp", "zero1", "fsdp", "hsdp", "tp")
+_SYNCHRONOUS = ("ddp", "zero1", "fsdp", "hsdp", "tp", "cp")
 """Strategies whose waits are for collectives, not for a pipeline's bubble or a server's answer."""
 
 

@@ -163,6 +163,7 @@ def exposed_communication(figures: Figures, threshold: float) -> Finding | None:
         "fsdp": "precision='bf16-mixed', which gathers weights in 16 bits; or hsdp, which gathers within a node",
         "hsdp": "precision='bf16-mixed', which gathers weights in 16 bits; or compression='bf16'",
         "tp": "fewer ranks along tp, and fsdp or ddp for the others",
+        "cp": "fewer ranks along cp, and fsdp or ddp for the others",
         "pp": "more micro-batches: pp:microbatches=...",
         "local_sgd": "a larger local_sgd:sync_every",
         "diloco": "a larger diloco:sync_every",

@@ -209,7 +209,7 @@ def _type_name(type_: typing.Any) -> str:
 
 def _example(name: str, options: type) -> str:
     """Returns an example of the flag, with a size if the strategy has an option for one."""
-    sizes = {"pipeline_size": 2, "tp": 2, "replicate": 2, "sync_every": 16, "staleness": 4}
+    sizes = {"pipeline_size": 2, "tp": 2, "cp": 2, "replicate": 2, "sync_every": 16, "staleness": 4}
     names = [field.name for field in dataclasses.fields(options)]
     size = next((f"{key}={value}" for key, value in sizes.items() if key in names), None)
     return f"{name}:{size}" if size else name

@@ -120,7 +120,11 @@ class FirstSteps:
     def _take_sample(self, module: LightningModule, size: str) -> str | None:
         """Takes one block as a sample of a module that is too large; returns a reason if it can't."""
         layout = self._trainer.strategy.layout
-        problem = None if layout.shard > 1 and layout.tp == layout.pp == 1 else "only fsdp and hsdp compare one block"
+        problem = (
+            None
+            if layout.shard > 1 and layout.num_sharing == layout.pp == 1
+            else "only fsdp and hsdp compare one block"
+        )
         try:
             sample = None if problem else SampledBlock(module, self._trainer)
         except Exception as error:
@@ -191,8 +195,8 @@ class FirstSteps:
             self.is_due = False
             self._report_skipped("the run is resumed" if is_torchs else "its optimizers are not torch's")
             return
-        self._reports_batches = self._repeats and trainer.global_rank % strategy.layout.tp == 0
-        self._reports_batches &= trainer.global_rank < strategy.data_size * strategy.layout.tp
+        self._reports_batches = self._repeats and trainer.global_rank % strategy.layout.num_sharing == 0
+        self._reports_batches &= trainer.global_rank < strategy.data_size * strategy.layout.num_sharing
         self._names = {parameter: name for name, parameter in trainer.lightning_module.named_parameters()}
         if self._repeats and strategy.capabilities.runs_own_schedule:
             strategy.run_schedule = self._recorded(strategy.run_schedule, is_schedule=True)
@@ -408,7 +412,7 @@ class FirstSteps:
         strategy, module = trainer.strategy, self._copy
         assert module is not None
         # Under fsdp a rank draws the same numbers for its samples as one process with the same random state.
-        draws_same_numbers = strategy.layout.tp == strategy.layout.pp == 1
+        draws_same_numbers = strategy.layout.num_sharing == strategy.layout.pp == 1
         shares_statistics = strategy._layer_sync is not None or strategy.averages_buffers
         joins_batches = not module.automatic_optimization or shares_statistics
         steps = list(zip(*ranks, strict=True))

@@ -569,7 +569,8 @@ def _in_order_of(state: dict[str, Any], optimizer: Optimizer, names: list[str]) 
 def with_samples(engine_state: dict[str, Any]) -> range:
     """Returns the ranks of the saved run that had different samples; of ranks with the same samples, the first."""
     layout = engine_state["layout"]
-    return range(0, engine_state["world_size"] // layout.get("pp", 1), layout.get("tp", 1))
+    num_sharing = layout.get("tp", 1) * layout.get("cp", 1)
+    return range(0, engine_state["world_size"] // layout.get("pp", 1), num_sharing)
 
 
 def matching_accumulation(asked: int, num_ranks: int, engine_state: dict[str, Any]) -> int:

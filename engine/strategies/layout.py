@@ -80,13 +80,13 @@ class DistributedStrategy(EngineStrategy):
 
     @property
     def data_size(self) -> int:
-        """Number of ranks with different samples: ranks that differ only in `pp` or `tp` share their samples."""
+        """Number of ranks with different samples: ranks that differ only in `pp`, `tp` or `cp` share their samples."""
         return self.layout.replicate * self.layout.shard
 
     @property
     def data_rank(self) -> int:
         """The index of this rank's samples: see `EngineStrategy`."""
-        return self.global_rank // self.layout.tp % self.data_size  # type: ignore[attr-defined]
+        return self.global_rank // self.layout.num_sharing % self.data_size  # type: ignore[attr-defined]
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -153,11 +153,11 @@ class DistributedStrategy(EngineStrategy):
         """Creates the group of the ranks with different samples; called on all ranks, when they are connected."""
         if self.data_size == self.layout.world_size:
             return
-        per_stage, num_tp = self.data_size * self.layout.tp, self.layout.tp
+        per_stage, num_sharing = self.data_size * self.layout.num_sharing, self.layout.num_sharing
         places = [
-            list(range(stage * per_stage + tp, (stage + 1) * per_stage, num_tp))
+            list(range(stage * per_stage + place, (stage + 1) * per_stage, num_sharing))
             for stage in range(self.layout.pp)
-            for tp in range(num_tp)
+            for place in range(num_sharing)
         ]
         timeout = self._timeout  # type: ignore[attr-defined]  # Lightning: its strategies of several processes have it
         self.data_group, _ = dist.new_subgroups_by_enumeration(places, timeout=timeout)

@@ -249,6 +249,37 @@ class HSDPTPOptions(_SplitOptions, HSDPOptions):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class _SequenceOptions:
+    """The option that the flags `cp`, `ddp+cp`, `fsdp+cp` and `hsdp+cp` share."""
+
+    cp: int | None = None
+    """Number of ranks that share each sequence; default: all under `cp`, else those of a node, or 2 on one node."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CPOptions(_SequenceOptions, UnitOptions):
+    """The options of the `cp` flag, which follow its colon."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FSDPCPOptions(_SequenceOptions, FSDPOptions):
+    """The options of the `fsdp+cp` flag, which follow its colon."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HSDPCPOptions(_SequenceOptions, HSDPOptions):
+    """The options of the `hsdp+cp` flag, which follow its colon."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DDPCPOptions(HSDPCPOptions):
+    """The options of the `ddp+cp` flag, which follow its colon: `hsdp+cp`'s, with whole parameters on each rank."""
+
+    shard: Literal[1] = 1
+    """Number of shards in each group: 1."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class PSOptions:
     """The options of the `ps` flag, which follow its colon."""
 

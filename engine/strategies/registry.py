@@ -22,10 +22,14 @@ from ..plugins import STRATEGY_GROUP, load_plugin, plugin_names
 from ..precision.names import PRECISIONS
 from ..registration import check_new_name
 from .options import (
+    CPOptions,
+    DDPCPOptions,
     DDPOptions,
     DiLoCoOptions,
+    FSDPCPOptions,
     FSDPOptions,
     FSDPTPOptions,
+    HSDPCPOptions,
     HSDPOptions,
     HSDPTPOptions,
     LocalSGDOptions,
@@ -77,6 +81,11 @@ _SPLIT = (
     "per micro-batch: an all-reduce of the activations for each MLP, each attention and the embedding, and an"
     " all-gather of the logits in forward; in backward an all-reduce for each MLP, each attention and the output layer"
 )
+_EXCHANGED = (
+    "per micro-batch: for each attention 4 all-to-alls of its activations in forward, and 4 in backward; per optimizer"
+    " step: an all-reduce of the gradient of each parameter"
+)
+_EVERY_REPLICA = "per optimizer step: an all-reduce of the gradients of each unit"
 _NOT_SPLIT = "a compression works on whole parameters, but here each rank has parts of them"
 
 
@@ -207,6 +216,42 @@ STRATEGIES: dict[str, StrategySpec] = {
         choose_when="as fsdp+tp, on so many nodes that sharding over all of them is slow",
         options=HSDPTPOptions,
         make=_from(".tensor:TensorParallel"),
+        is_single_alone=always,
+        why_not=_NOT_SPLIT,
+    ),
+    "cp": StrategySpec(
+        description="sequences split over devices that have the same samples; heads exchanged in attention (DTensor)",
+        traffic=_EXCHANGED,
+        choose_when="the activations of one sequence do not fit on one device",
+        options=CPOptions,
+        make=_from(".tensor:ContextParallel"),
+        is_single_alone=always,
+        why_not=_NOT_SPLIT,
+    ),
+    "ddp+cp": StrategySpec(
+        description="groups that split their sequences, gradients averaged over the groups (2-D mesh)",
+        traffic=f"as cp within a group; {_EVERY_REPLICA}",
+        choose_when="as cp, with more devices, for more samples at once",
+        options=DDPCPOptions,
+        make=_from(".tensor:ContextParallel"),
+        is_single_alone=always,
+        why_not=_NOT_SPLIT,
+    ),
+    "fsdp+cp": StrategySpec(
+        description="sequences split within groups of devices, parameters in shards over the groups (2-D mesh)",
+        traffic=f"as cp within a group, as fsdp between the groups: {_GATHERS}",
+        choose_when="as cp, with a model that does not fit on one device",
+        options=FSDPCPOptions,
+        make=_from(".tensor:ContextParallel"),
+        is_single_alone=always,
+        why_not=_NOT_SPLIT,
+    ),
+    "hsdp+cp": StrategySpec(
+        description="as fsdp+cp, with gradients averaged over several of them (3-D mesh)",
+        traffic="as fsdp+cp, then an all-reduce of the shards of each unit",
+        choose_when="as fsdp+cp, on several nodes",
+        options=HSDPCPOptions,
+        make=_from(".tensor:ContextParallel"),
         is_single_alone=always,
         why_not=_NOT_SPLIT,
     ),

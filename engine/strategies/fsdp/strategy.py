@@ -224,7 +224,7 @@ class FSDP(UnitSteps):
         if isinstance(self.model, FSDPModule):
             # A manual step with several optimizer steps continues to use the casts that autocast made before them, as
             # in one process: their memory must not be filled with later weights.
-            is_rounded = self.layout.tp == 1 and not optimizes_by_hand(self.model)
+            is_rounded = self.layout.num_sharing == 1 and not optimizes_by_hand(self.model)
             dtype = autocast_dtype(self.precision_plugin) if is_rounded else None
             gather_rounded(self.model, dtype, self._compiled)
             attach_to_gathered(self.model)
@@ -293,7 +293,7 @@ class FSDP(UnitSteps):
         if self._shards:
             check_dense_gradients(model, repr(self))
             names = list(kept_whole(model, units))
-            check_tensor_parallel(names, self.layout.tp, repr(self))
+            check_tensor_parallel(names, self.layout.num_sharing, repr(self))
             # By module and name, since parameters on the meta device will be replaced by other objects.
             self._whole.clear()
             for path, _, name in (name.rpartition(".") for name in names):
@@ -331,7 +331,7 @@ class FSDP(UnitSteps):
         """Returns the units of `model`. With manual optimization, or tensor parallelism, large layers are no units."""
         if self._shards and self.options.units == "module":
             return []
-        takes_layers = self._shards and self.options.units == "layers" and self.layout.tp == 1 and not by_hand
+        takes_layers = self._shards and self.options.units == "layers" and self.layout.num_sharing == 1 and not by_hand
         return plan_units(model, takes_layers=takes_layers)
 
     def _split(self, submodule: nn.Module) -> None:
@@ -366,7 +366,7 @@ class FSDP(UnitSteps):
         """Whether inner micro-batches keep whole gradients and send nothing: the option `no_sync`, or its default."""
         if self.options.no_sync is not None:
             return bool(self.options.no_sync)
-        is_within_a_node = self.layout.shard * self.layout.tp <= self.num_processes
+        is_within_a_node = self.layout.shard * self.layout.num_sharing <= self.num_processes
         rounds = self.comm_hook is not None and not self._compresses_replicas  # else it would round in each micro-batch
         return self.root_device.type == "cpu" or not is_within_a_node or rounds
 

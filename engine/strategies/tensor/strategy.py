@@ -43,13 +43,13 @@ from ...flags import Layout, check_count
 from ...initialization.materialize import check_shapes
 from ..fsdp.shard_checks import explained
 from ..fsdp.strategy import FSDP
-from ..options import FSDPTPOptions, HSDPTPOptions, TPOptions
+from ..options import FSDPOptions, FSDPTPOptions, HSDPOptions, HSDPTPOptions, TPOptions
 from ..pipeline.remote_values import is_users
 from ..step_snapshot import StepSnapshot
 from ..whole_steps import plain_as_replicas
 from .mixed_loss import give_plain_gradients
 from .operator_rules import install_operator_rules, restore_operator_rules
-from .plan import Plan, make_plan
+from .plan import make_plan
 from .replicated_region import compute_replicated, hooks_of
 from .styles import (
     MisfitError,
@@ -78,6 +78,11 @@ class TensorParallel(FSDP):
     """
 
     options: Any
+    split_axis = "tp"
+    """The axis of the mesh whose ranks have the same samples."""
+    _refusal = """\
+this can't be done with what is split over the tensor-parallel ranks: parameters, gradients, and what such a layer has \
+returned. {}Name other layers in tensor_parallel_plan(), or choose another strategy, such as 'fsdp'."""
     capabilities = dataclasses.replace(
         FSDP.capabilities,
         unsupported_repeat="tensor parallelism",
@@ -101,21 +106,27 @@ class TensorParallel(FSDP):
 
     @property
     def _shards(self) -> bool:
-        return not isinstance(self.options, TPOptions)
+        return isinstance(self.options, FSDPOptions)
+
+    @property
+    def _splits_sequences(self) -> bool:
+        """Whether activations between the regions are DTensors, too, that are split by time."""
+        return bool(self.options.sequence_parallel)
 
     def derive_layout(self, world_size: int) -> Layout:
-        """Returns the layout: `tp` from the options, the other axes as `fsdp` and `hsdp` derive them."""
-        options, tp = self.options, self.options.tp
-        if isinstance(options, TPOptions):
-            return Layout.derive(world_size, rest="tp", tp=tp)
-        if tp is None:
-            tp = world_size // self.num_nodes if self.num_nodes > 1 else min(2, world_size)
-        check_count("the size of axis 'tp'", tp)
-        if not isinstance(options, HSDPTPOptions):
-            return Layout.derive(world_size, rest="shard", tp=tp)
+        """Returns the layout: `split_axis` from the options, the other axes as `fsdp` and `hsdp` derive them."""
+        options, axis = self.options, self.split_axis
+        size = getattr(options, axis)
+        if not self._shards:
+            return Layout.derive(world_size, rest=axis, **{axis: size})
+        if size is None:
+            size = world_size // self.num_nodes if self.num_nodes > 1 else min(2, world_size)
+        check_count(f"the size of axis {axis!r}", size)
+        if not isinstance(options, HSDPOptions):
+            return Layout.derive(world_size, rest="shard", **{axis: size})
         replicate = self.num_nodes if options.replicate is None and options.shard is None else options.replicate
         rest: Axis = "replicate" if replicate is None else "shard"
-        return Layout.derive(world_size, rest=rest, replicate=replicate, shard=options.shard, tp=tp)
+        return Layout.derive(world_size, rest=rest, replicate=replicate, shard=options.shard, **{axis: size})
 
     def check_module(self, module: nn.Module) -> None:
         """Raises ValueError if `module` can't be split, before any process starts."""
@@ -124,7 +135,7 @@ class TensorParallel(FSDP):
             check_shapes(module)
             self._make_plan(module)
 
-    def _make_plan(self, module: nn.Module) -> Plan:
+    def _make_plan(self, module: nn.Module) -> Any:
         options = self.options
         return make_plan(
             module,
@@ -137,7 +148,11 @@ class TensorParallel(FSDP):
     @property
     def mesh_axes(self) -> tuple[str, ...]:
         """See `MeshStrategy`."""
-        return (*super().mesh_axes, "tp") if self._shards else ("tp",)
+        return (*super().mesh_axes, self.split_axis) if self._shards else (self.split_axis,)
+
+    @property
+    def _split_mesh(self) -> Any:
+        return self.device_mesh[self.split_axis]
 
     def _shard_mesh(self) -> Any:
         return self.device_mesh[super().mesh_axes]
@@ -155,7 +170,7 @@ class TensorParallel(FSDP):
         self.hand_out_data_group(self.model)
         parameters = [p for p in self.model.parameters() if isinstance(p, DTensor)]
         self._replicated = [] if self._shards else [p for p in parameters if p.placements == (Replicate(),)]
-        if self.options.loss_parallel:
+        if getattr(self.options, "loss_parallel", False):
             self._while_running.enter_context(loss_parallel())
 
     def teardown(self) -> None:
@@ -175,7 +190,7 @@ class TensorParallel(FSDP):
             manual_seed(0, self.device_mesh)
         else:  # torch: on the CPU it draws for a DTensor as for any tensor, as wanted, and warns
             warnings.filterwarnings("ignore", message="DTensor random operators may not have complete support")
-        group = self.device_mesh["tp"].get_group()
+        group = self._split_mesh.get_group()
         dist.broadcast_object_list(state, group=group, group_src=0, device=self.root_device)
         set_random_state(state[0])
 
@@ -192,12 +207,12 @@ class TensorParallel(FSDP):
         for sub, style in reversed(styles):  # children first: a parent's style handles the parameters that remain
             hooks_before = hooks_of(sub)
             # src_data_rank=None: every rank has the whole layer, so nothing is sent.
-            parallelize_module(sub, self.device_mesh["tp"], style, src_data_rank=None)
+            parallelize_module(sub, self._split_mesh, style, src_data_rank=None)
             sub.register_forward_hook(refuse_second_backward)
             self._applied[sub] = style, hooks_of(sub) - hooks_before
-        if self.options.sequence_parallel:
+        if self._splits_sequences:
             # Each rank uses the unsplit parameters for a part of the sequence: their gradients must be summed.
-            replicate(submodule, self.device_mesh["tp"])
+            replicate(submodule, self._split_mesh)
         split: dict[Any, Any] = {}
         for sub, key, whole in before:
             new = sub._parameters[key]
@@ -222,7 +237,7 @@ class TensorParallel(FSDP):
         marked = super()._mark_in_step(step)
 
         def plain(*args: Any, **kwargs: Any) -> Any:
-            with _implicit_replication(self.options.sequence_parallel), explained(self.model, repr(self)):
+            with self._computing(), explained(self.model, repr(self)):
                 result = self._run_or_replicate(marked, args, kwargs)
                 give_plain_gradients(result)
                 return to_plain(result)
@@ -259,10 +274,17 @@ class TensorParallel(FSDP):
             f" gathered for it: its forward does not go with the derived plan ({cause_of(error.__cause__)})."
         )
 
+    @contextlib.contextmanager
+    def _computing(self) -> Generator[None, None, None]:
+        """Context of forward and backward: plain tensors in an operation with a DTensor count as replicas."""
+        hint = _SEQUENCE_HINT if self._splits_sequences else ""
+        with plain_as_replicas(), _explaining_dtensor(self._refusal.format(hint)):
+            yield
+
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Runs backward; as in forward, the user's own plain tensors count as replicas."""
         give_plain_gradients(closure_loss)  # for steps with manual optimization
-        with _implicit_replication(self.options.sequence_parallel):
+        with self._computing():
             loss = super().backward(closure_loss, *args, **kwargs)
         if not self._is_inner or self.synchronises_always:
             self._reduce_replicated_gradients()
@@ -270,7 +292,7 @@ class TensorParallel(FSDP):
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         """Runs the optimizer's step; with `fused` and `foreach` it combines plain parameters with DTensors."""
-        with _implicit_replication(self.options.sequence_parallel, type(optimizer).__name__):
+        with plain_as_replicas(), _explaining_dtensor(self._refusal, type(optimizer).__name__):
             return super().optimizer_step(optimizer, closure, *args, **kwargs)
 
     def _reduce_replicated_gradients(self) -> None:
@@ -298,33 +320,28 @@ With sequence_parallel=true that is so of all activations, those of layers that 
 
 
 @contextlib.contextmanager
-def _implicit_replication(by_sequence: bool, optimizer: str = "") -> Generator[None, None, None]:
-    """Context in which plain tensors in an operation with a DTensor count as replicas: masks of the user's code, say.
+def _explaining_dtensor(refusal: str, optimizer: str = "") -> Generator[None, None, None]:
+    """Context in which an operation that fails with DTensors is an error with the line of the user's code.
 
     Args:
-        by_sequence: whether activations between the regions are DTensors, too.
+        refusal: what can't be done, and what to do, for the message.
         optimizer: the name of the optimizer's class, around its step; else "".
 
     Raises:
-        RuntimeError: an operation fails with DTensors; names the line of the user's code.
+        RuntimeError: an operation fails.
     """
-    with plain_as_replicas():
-        try:
-            yield
-        except Exception as error:
-            if (line := _where_dtensor_failed(error)) is None:
-                raise
-            if optimizer and _is_in_optimizer(error):
-                raise RuntimeError(
-                    f"the step of {optimizer} can't be done with parameters that are split over the tensor-parallel"
-                    f" ranks: {line}. Take an optimizer that computes element by element and with norms, such as"
-                    " AdamW, Adafactor, LARS or LAMB, or choose another strategy, such as 'ddp'."
-                ) from error
+    try:
+        yield
+    except Exception as error:
+        if (line := _where_dtensor_failed(error)) is None:
+            raise
+        if optimizer and _is_in_optimizer(error):
             raise RuntimeError(
-                f"{line}: this can't be done with what is split over the tensor-parallel ranks: parameters, gradients,"
-                f" and what such a layer has returned. {_SEQUENCE_HINT if by_sequence else ''}Name other layers in"
-                " tensor_parallel_plan(), or choose another strategy, such as 'fsdp'."
+                f"the step of {optimizer} can't be done with parameters that are split over the tensor-parallel"
+                f" ranks: {line}. Take an optimizer that computes element by element and with norms, such as"
+                " AdamW, Adafactor, LARS or LAMB, or choose another strategy, such as 'ddp'."
             ) from error
+        raise RuntimeError(f"{line}: {refusal}") from error
 
 
 def _is_in_optimizer(error: Exception) -> bool:

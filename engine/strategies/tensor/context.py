@@ -1,0 +1,110 @@
+"""`cp`, `ddp+cp`, `fsdp+cp` and `hsdp+cp`: the sequences of a batch split over ranks that have the same samples.
+
+Before the first of the repeated blocks every rank has whole activations; from there on they are DTensors [batch, time,
+...] of the whole shape, of which each rank has a part of the time, until the loss. What a module derives from a length
+(positions, masks, shifts) is that of the whole sequence. Parameters are whole on each rank, or sharded by FSDP2 over
+the ranks with other samples; the axis `cp` of the mesh is innermost, where links are fastest.
+
+Communication per micro-batch over the ranks of `cp`, with activations of A bytes:
+1. attention, forward: an all-to-all each of queries, keys and values, from parts of the time to some of the heads, and
+   one of the result, back: each A / ranks. Backward: the same in the other direction;
+2. the gradient of the first block's input: an all-gather of A;
+3. per optimizer step: an all-reduce of the gradient of each parameter.
+Then the collectives of `fsdp` or `hsdp`.
+"""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Generator
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from ..options import CPOptions, DDPCPOptions, FSDPCPOptions, HSDPCPOptions
+from ..units import named_blocks
+from .sequence_functions import SequenceFunctions, cut
+from .strategy import TensorParallel
+from .styles import replicate, to_replica
+
+__all__ = ["ContextParallel"]
+
+
+class ContextParallel(TensorParallel):
+    """Sequences split over the axis `cp` of the mesh, and `fully_shard` on the others, if there are any.
+
+    Args:
+        options: `CPOptions` for the axis `cp` alone, `FSDPCPOptions` for two, `HSDPCPOptions` or `DDPCPOptions` for
+            three axes.
+        launcher: suffix of the flag, see `flags.LAUNCHERS`.
+        comm_hook: none; the registry says why.
+    """
+
+    capabilities = dataclasses.replace(TensorParallel.capabilities, unsupported_repeat="context parallelism")
+    split_axis = "cp"
+    _refusal = """\
+this can't be done with a sequence that is split over ranks: in torch's DTensor, which says of each function how parts \
+of its arguments make parts of its result, this one has no rule. Choose another strategy, such as 'fsdp', or have the \
+module compute it without torch's own kernel for it.{}"""
+
+    def __repr__(self) -> str:
+        kinds = {CPOptions: "cp", DDPCPOptions: "ddp+cp", FSDPCPOptions: "fsdp+cp", HSDPCPOptions: "hsdp+cp"}
+        name = kinds[type(self.options)]
+        return repr(f"{name}_{self.launcher_suffix}" if self.launcher_suffix else name)
+
+    @property
+    def _splits_sequences(self) -> bool:
+        return True
+
+    def _make_plan(self, module: nn.Module) -> "_Plan":
+        blocks = set(named_blocks(module))
+        if not blocks:
+            raise ValueError(
+                f"no blocks of {type(module).__name__} are known, at which its sequences could be split: there is no"
+                " ModuleList or Sequential of several blocks of one class. Give the module a method shard_units() that"
+                " returns them, or choose another strategy, such as 'fsdp'."
+            )
+        names = [name for name, submodule in module.named_modules() if submodule in blocks]
+        return _Plan(self.layout.cp, {name: SplitSequence() for name in names})
+
+    @contextlib.contextmanager
+    def _computing(self) -> Generator[None, None, None]:
+        with super()._computing(), SequenceFunctions():
+            yield
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    num_ranks: int
+    styles: dict[str, ParallelStyle]
+
+    def __str__(self) -> str:
+        first, *_, last = [*self.styles, *self.styles]
+        return f"Sequences split over {self.num_ranks} ranks, from {first} to {last} and after it."
+
+
+class SplitSequence(ParallelStyle):
+    """A block whose input [batch, time, ...] is split along time, if it is not already."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        replicate(module, device_mesh)
+        module.forward = functools.partial(_run, module.forward, device_mesh)
+        return module
+
+
+def _run(forward: Callable[..., Any], mesh: DeviceMesh, *args: Any, **kwargs: Any) -> Any:
+    """Runs a block; also when it is computed again in backward, where another thread may do it."""
+    place = next((i for i, arg in enumerate(args) if _has_time(arg)), None)
+    name = next((name for name, arg in kwargs.items() if _has_time(arg)), None) if place is None else None
+    with SequenceFunctions():
+        if place is not None:
+            args = (*args[:place], cut(to_replica(args[place], mesh)), *args[place + 1 :])
+        elif name is not None:
+            kwargs = {**kwargs, name: cut(to_replica(kwargs[name], mesh))}
+        return forward(*args, **kwargs)
+
+
+def _has_time(arg: Any) -> bool:
+    return isinstance(arg, Tensor) and arg.is_floating_point() and arg.ndim >= 3 and arg.shape[1] > 1
