@@ -17,6 +17,7 @@ STRATEGIES = {
     "fsdp_fork": 2,
     "hsdp_fork:replicate=2,shard=2": 4,
     "tp_fork:sequence_parallel=true": 2,
+    "cp_fork": 2,
     "fsdp+tp_fork:tp=2": 4,
     "ps_fork": 2,
     "hsdp+tp_fork:replicate=2,tp=2": 4,
@@ -28,7 +29,7 @@ PIPELINES = {
     "pp+fsdp_fork:pipeline_size=2,microbatches=2": 4,
     "pp+ddp_fork:pipeline_size=2,microbatches=2": 4,
 }
-SLOW = ("tp_fork:sequence_parallel=true", "fsdp+tp_fork:tp=2", "hsdp+tp_fork:replicate=2,tp=2")
+SLOW = ("tp_fork:sequence_parallel=true", "cp_fork", "fsdp+tp_fork:tp=2", "hsdp+tp_fork:replicate=2,tp=2")
 """Seconds for each forward and backward of a few blocks; that a step has several, the others show."""
 NUM_STEPS = 2
 """The second is from weights that the first has changed."""

@@ -171,6 +171,7 @@ RUNS = {
     "fsdp": ("fsdp_fork", 2),
     "hsdp": ("hsdp_fork:replicate=2", 4),
     "tp": ("tp_fork", 2),
+    "cp": ("cp_fork", 2),
     "pp": ("pp_fork:microbatches=2", 2),
     "local_sgd": ("local_sgd_fork:sync_every=2", 2),
     "ps": ("ps_fork", 2),
@@ -178,6 +179,9 @@ RUNS = {
 COMPOSED = {
     "fsdp+tp": ("fsdp+tp_fork:tp=2", 4),
     "hsdp+tp": ("hsdp+tp_fork:replicate=2,tp=2", 4),
+    "ddp+cp": ("ddp+cp_fork", 4),
+    "fsdp+cp": ("fsdp+cp_fork", 4),
+    "hsdp+cp": ("hsdp+cp_fork:replicate=2,cp=2", 4),
     "pp+ddp": ("pp+ddp_fork:pipeline_size=2,microbatches=2", 4),
     "pp+fsdp": ("pp+fsdp_fork:pipeline_size=2,microbatches=2", 4),
     "diloco": ("diloco_fork:sync_every=2", 2),

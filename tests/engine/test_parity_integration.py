@@ -29,6 +29,9 @@ STRATEGIES = {"single": 1, "ddp": 2, "zero1": 2, "fsdp": 2, "hsdp:replicate=2,sh
 SPLIT = {"tp": 2, "fsdp+tp:tp=2": 4}
 """The same, where layers are split."""
 
+SEQUENCES = {"cp": 2, "ddp+cp": 4, "fsdp+cp": 4, "hsdp+cp:replicate=2,cp=2": 4}
+"""The same, where sequences are split."""
+
 # BatchNorm would see micro-batches, so the digits are left out.
 PIPELINES = {
     "pp:microbatches=4": 2,
@@ -41,7 +44,7 @@ PIPELINES = {
 THREE_AXES = "hsdp+tp:replicate=2,shard=2,tp=2"
 EACH_STEP = "local_sgd:sync_every=1"
 """An exchange after each step, of which SGD makes what it makes of averaged gradients."""
-FLAGS = (*STRATEGIES, *PIPELINES, *SPLIT, THREE_AXES, EACH_STEP)
+FLAGS = (*STRATEGIES, *PIPELINES, *SPLIT, *SEQUENCES, THREE_AXES, EACH_STEP)
 """All that is compared here; `test_registered.py` misses a strategy that is not."""
 WAYS = ((1, None), (3, 0.05), (1, 0.05), (3, None))
 """Accumulation and clipping. Each cell has one in `make test`; each flag has all of them, or two opposites."""
@@ -51,6 +54,7 @@ MATRIX = [
         (STRATEGIES, SUBJECTS),
         (PIPELINES, ["mlp", "gpt of four blocks, tied"]),
         (SPLIT, ["mlp", "gpt, tied"]),  # of convolutions no plan is derived
+        (SEQUENCES, ["gpt, tied"]),
     )
     for number, flag in enumerate(flags)
     for index, subject in enumerate(subjects)
@@ -59,6 +63,7 @@ MATRIX = [
 _HSDP = "hsdp:replicate=2,shard=2"
 OF_OTHERS = {
     *((flag, "mlp") for flag in (_HSDP, *list(PIPELINES)[1:], "fsdp+tp:tp=2")),
+    ("hsdp+cp:replicate=2,cp=2", "gpt, tied"),
     *((_HSDP, f"digits, BatchNorm {statistics}") for statistics in ("frozen", "synced")),
 }
 """Subjects that `make test` leaves to strategies that these consist of, or to another schedule."""
@@ -103,7 +108,7 @@ def table() -> Iterator[dict]:
 @pytest.mark.parametrize(("flag", "subject", "accumulate", "clip", "num_steps"), CASES)
 def test_equals_a_plain_loop(flag, subject, accumulate, clip, num_steps, table):
     # By fork, which spares the imports; another test is the same by spawn, as Lightning's users have it.
-    devices = (STRATEGIES | PIPELINES | SPLIT)[flag]
+    devices = (STRATEGIES | PIPELINES | SPLIT | SEQUENCES)[flag]
     # Two shuffled epochs, whose orders are drawn from torch's own generator: nothing else may draw from it.
     flags = {"num_steps": num_steps // 2, "num_epochs": 2}
     difference = differences(suffixed(flag, "fork"), devices, subject, accumulate, clip, **flags)

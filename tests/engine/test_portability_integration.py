@@ -29,6 +29,7 @@ MORE_LAYOUTS = {
     "zero1 x2": ("zero1_fork:find_unused_parameters=true", 2),
     "tp x2": ("tp_fork", 2),
     "fsdp+tp 2x2": ("fsdp+tp_fork:tp=2", 4),
+    "cp x2": ("cp_fork", 2),
     "pp x2": ("pp_fork:microbatches=2", 2),
     "pp+fsdp 2x2": ("pp+fsdp_fork:microbatches=2", 4),
 }

@@ -56,6 +56,7 @@ TABLES = {
         lambda: names(flag for flag, _ in test_portability_integration.ALL_LAYOUTS.values()),
         {
             "dp": "tests/engine/strategies/test_dp.py",  # saves as single
+            **dict.fromkeys(["ddp+cp", "fsdp+cp", "hsdp+cp"], _PARITY),  # as cp and their other part
             "pp+ddp": _PP,  # stages are saved as those of pp
             "hsdp+tp": _PARITY,  # 8 processes; shards and parts as fsdp+tp and hsdp
             "local_sgd": _LOCAL,
@@ -68,6 +69,7 @@ TABLES = {
         {
             "dp": "tests/engine/strategies/test_dp.py",  # one process with several GPUs
             "hsdp+tp": _PARITY,  # 8 processes; the code of fsdp+tp and hsdp
+            **dict.fromkeys(["ddp+cp", "fsdp+cp", "hsdp+cp"], _PARITY),
         },
     ),
     # Its columns are one strategy of each way to treat a module; the others are combinations of these.
@@ -75,6 +77,7 @@ TABLES = {
         lambda: names(OF_ZOO),
         {
             **dict.fromkeys(["single", "hsdp", "fsdp+tp", "hsdp+tp", "pp+ddp", "pp+fsdp", "local_sgd", "ps"], _PARITY),
+            **dict.fromkeys(["ddp+cp", "fsdp+cp", "hsdp+cp"], _PARITY),
             "dp": "tests/engine/strategies/test_dp.py",
             "diloco": "tests/engine/strategies/test_local_sgd_integration.py",
         },
@@ -83,7 +86,9 @@ TABLES = {
     "pictures": Table(
         lambda: names(picture.flag for picture in PICTURES.values()),
         # Drawn as the strategies that they consist of.
-        dict.fromkeys(["dp", "hsdp+tp", "pp+fsdp", "diloco"], "docs/strategies.md"),
+        dict.fromkeys(
+            ["dp", "hsdp+tp", "cp", "ddp+cp", "fsdp+cp", "hsdp+cp", "pp+fsdp", "diloco"], "docs/strategies.md"
+        ),
     ),
 }
 

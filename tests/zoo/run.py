@@ -17,7 +17,7 @@ from tests.distributed import in_a_fork
 
 from .model import STEPS, Model, build, by_micro_batch, by_rank, loader, plain_loop
 
-STRATEGIES = ("ddp", "zero1", "fsdp", "tp", "pp")
+STRATEGIES = ("ddp", "zero1", "fsdp", "tp", "cp", "pp")
 """Flags; two processes each, or as many as there are devices. How many have samples of their own says the engine."""
 
 TOLERANCE = 1e-5

@@ -19,15 +19,17 @@ import functools
 from collections.abc import Callable, Generator
 from typing import Any
 
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from ...choices import Axis
 from ..options import CPOptions, DDPCPOptions, FSDPCPOptions, HSDPCPOptions
 from ..units import named_blocks
 from .sequence_functions import SequenceFunctions, cut
 from .strategy import TensorParallel
-from .styles import replicate, to_replica
+from .styles import replicate
 
 __all__ = ["ContextParallel"]
 
@@ -43,7 +45,7 @@ class ContextParallel(TensorParallel):
     """
 
     capabilities = dataclasses.replace(TensorParallel.capabilities, unsupported_repeat="context parallelism")
-    split_axis = "cp"
+    split_axis: Axis = "cp"
     _refusal = """\
 this can't be done with a sequence that is split over ranks: in torch's DTensor, which says of each function how parts \
 of its arguments make parts of its result, this one has no rule. Choose another strategy, such as 'fsdp', or have the \
@@ -67,7 +69,21 @@ module compute it without torch's own kernel for it.{}"""
                 " returns them, or choose another strategy, such as 'fsdp'."
             )
         names = [name for name, submodule in module.named_modules() if submodule in blocks]
-        return _Plan(self.layout.cp, {name: SplitSequence() for name in names})
+        self._entry = SplitSequence()
+        return _Plan(self.layout.cp, dict.fromkeys(names, self._entry))
+
+    def _run_or_replicate(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Runs `step`. After the first of training, says so if there was no sequence to split."""
+        result = step(*args, **kwargs)
+        if step.__name__ == "training_step" and step.__name__ not in self._has_run:
+            self._has_run.add(step.__name__)
+            if not self._entry.has_split:
+                rank_zero_info(
+                    f"No block of {type(self.lightning_module).__name__} was called with a tensor [batch, time, ...],"
+                    " whose sequence could be split: every rank of cp computes all of a step. Choose another strategy,"
+                    " such as 'fsdp'."
+                )
+        return result
 
     @contextlib.contextmanager
     def _computing(self) -> Generator[None, None, None]:
@@ -86,25 +102,29 @@ class _Plan:
 
 
 class SplitSequence(ParallelStyle):
-    """A block whose input [batch, time, ...] is split along time, if it is not already."""
+    """Blocks whose first input [batch, time, width] is split along time, if it is not already.
+
+    Attributes:
+        has_split: whether one of them was called with such an input.
+    """
+
+    has_split = False
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         replicate(module, device_mesh)
-        module.forward = functools.partial(_run, module.forward, device_mesh)
+        module.forward = functools.partial(self._run, module.forward, device_mesh)
         return module
 
-
-def _run(forward: Callable[..., Any], mesh: DeviceMesh, *args: Any, **kwargs: Any) -> Any:
-    """Runs a block; also when it is computed again in backward, where another thread may do it."""
-    place = next((i for i, arg in enumerate(args) if _has_time(arg)), None)
-    name = next((name for name, arg in kwargs.items() if _has_time(arg)), None) if place is None else None
-    with SequenceFunctions():
+    def _run(self, forward: Callable[..., Any], mesh: DeviceMesh, *args: Any, **kwargs: Any) -> Any:
+        named: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        place = next((place for place, arg in named.items() if _has_time(arg)), None)
         if place is not None:
-            args = (*args[:place], cut(to_replica(args[place], mesh)), *args[place + 1 :])
-        elif name is not None:
-            kwargs = {**kwargs, name: cut(to_replica(kwargs[name], mesh))}
-        return forward(*args, **kwargs)
+            self.has_split = True
+            named[place] = cut(named[place], mesh)
+        # Entered here, too: a block may be computed again in backward, by another thread.
+        with SequenceFunctions():
+            return forward(*(named[i] for i in range(len(args))), **{name: named[name] for name in kwargs})
 
 
 def _has_time(arg: Any) -> bool:
-    return isinstance(arg, Tensor) and arg.is_floating_point() and arg.ndim >= 3 and arg.shape[1] > 1
+    return isinstance(arg, Tensor) and arg.is_floating_point() and arg.ndim == 3 and arg.shape[1] > 1

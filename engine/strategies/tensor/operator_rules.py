@@ -118,8 +118,8 @@ def _view(rule: Callable[[OpSchema], Any], schema: OpSchema) -> Any:
         after: Any = result.strategies[0].output_spec.placements
         if all(_is_kept(spec, i, after[i], size) for i in in_blocks):
             return result
-    except (RuntimeError, KeyError):
-        if not in_blocks:
+    except (RuntimeError, KeyError):  # also of a view that joins the unequal parts of a dim with another dim
+        if all(placement.is_replicate() for placement in spec.placements):
             raise
     whole = DTensorSpec(spec.mesh, (Replicate(),) * len(spec.placements), spec.tensor_meta)
     return rule(OpSchema(schema.op, (OpStrategy([OpSpec(whole)]), size, *rest), schema.kwargs_schema))

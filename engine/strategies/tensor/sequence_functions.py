@@ -2,7 +2,8 @@
 
 A split sequence is a DTensor of the whole shape, sharded along time, so code that reads a length or makes positions,
 masks or shifts from it sees the whole. torch's rules for DTensors do most functions so. Here are those that they do
-in another way: with more communication, on parts with means of their own, or not at all.
+in another way: with more communication, with means of parts, with writes that are lost, or not at all. What has no rule
+is computed by each rank on whole tensors: right, but the rank then has all of the time.
 """
 
 import inspect
@@ -11,12 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional
+from torch.nn._reduction import legacy_get_string
 from torch.overrides import TorchFunctionMode
 
 from ..._compat.torch import tree_leaves, tree_map_only
-from .styles import is_raised_by_dtensor, to_plain
+from .styles import is_raised_by_dtensor, to_plain, to_replica
 
 __all__ = ["SequenceFunctions", "cut"]
 
@@ -26,13 +29,21 @@ _MEANS = {
     if inspect.isfunction(function) and "reduction" in inspect.signature(function).parameters
 } | {functional.binary_cross_entropy_with_logits}
 """Losses: of unequal parts torch would average the means, and of some it has a wrong gradient even of equal ones."""
+_ON_WHOLE = {
+    *(getattr(torch, f"{kind}{n}d") for kind in ("conv", "conv_transpose") for n in (1, 2, 3)),
+    *(function for name, function in vars(functional).items() if "_pool" in name and callable(function)),
+    *(functional.group_norm, functional.instance_norm, functional.fold, functional.unfold, functional.grid_sample),
+    *(functional.ctc_loss, torch.Tensor.unfold, torch.group_norm),
+    *(torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu),
+}
+"""Functions for whose backward torch has no rule, or one that is wrong."""
 _BY_CLASS = (functional.cross_entropy, functional.nll_loss)
 """Losses whose mean is over the samples that are not ignored, by their weights."""
 
 
-def cut(tensor: Any) -> Any:
-    """Returns a DTensor [batch, time, ...] that is split along time: nothing is sent."""
-    return tensor.redistribute(placements=[Shard(1)])
+def cut(tensor: Tensor, mesh: Any) -> Any:
+    """Returns a tensor [batch, time, ...] split along time; of one that each rank has whole, nothing is sent."""
+    return _as_dtensor(tensor, mesh).redistribute(placements=[Shard(1)])
 
 
 class SequenceFunctions(TorchFunctionMode):
@@ -41,31 +52,30 @@ class SequenceFunctions(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Called in place of each function of torch's API."""
         kwargs = kwargs or {}
-        if not _is_split(args, kwargs):
+        if not any(isinstance(leaf, DTensor) for leaf in tree_leaves((args, kwargs))):
             return function(*args, **kwargs)
         if function is functional.scaled_dot_product_attention:
             return _attention(*args, **kwargs)
         if function is functional.dropout:
             return _dropout(*args, **kwargs)
+        if function in _ON_WHOLE:
+            return _on_whole(function, args, kwargs)
         if function in _MEANS:
             return _loss(function, *args, **kwargs)
-        is_in_place = _writes(function)
-        if is_in_place and args and not isinstance(args[0], DTensor):  # a buffer of the module, or a metric's state
-            return function(args[0], *to_plain(args[1:]), **to_plain(kwargs))
+        if _writes(function):
+            return _write(function, args, kwargs)
         try:
             return function(*args, **kwargs)
         except (NotImplementedError, RuntimeError) as error:
-            # By its rules: all ranks come here.
-            if is_in_place or not is_raised_by_dtensor(error):
+            if not is_raised_by_dtensor(error):
                 raise
-            return function(*_gathered(args), **_gathered(kwargs))
+            return _on_whole(function, args, kwargs)  # by rules: all ranks come here
 
 
-def _is_split(*values: Any) -> bool:
-    return any(
-        isinstance(leaf, DTensor) and any(not placement.is_replicate() for placement in leaf.placements)
-        for leaf in tree_leaves(values)
-    )
+def _on_whole(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DTensor)]
+    result = function(*to_plain(args), **to_plain(kwargs))
+    return tree_map_only(Tensor, lambda tensor: to_replica(tensor, tensors[0].device_mesh), result)
 
 
 def _writes(function: Callable[..., Any]) -> bool:
@@ -73,8 +83,32 @@ def _writes(function: Callable[..., Any]) -> bool:
     return name == "__setitem__" or name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
 
 
-def _gathered(value: Any) -> Any:
-    return tree_map_only(DTensor, lambda tensor: tensor.redistribute(placements=[Replicate()]), value)
+def _write(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Runs a function that writes to its first argument."""
+    if not args or not isinstance(args[0], DTensor):  # a buffer of the module, or a metric's state
+        return function(*args[:1], *to_plain(args[1:]), **to_plain(kwargs))
+    target = args[0]
+    if _is_copy(target):
+        raise RuntimeError(
+            f"{function.__name__} writes to a part of a sequence that is split over ranks: it would write to a copy."
+            " Have it return a new tensor (torch.where, torch.cat), or choose another strategy, such as 'fsdp'."
+        )
+    if function is not Tensor.__setitem__ or all(placement.is_replicate() for placement in target.placements):
+        return function(*args, **kwargs)
+    whole = to_plain(target).clone()
+    function(whole, *to_plain(args[1:]))
+    replica: Any = to_replica(whole, target.device_mesh)
+    target.copy_(replica.redistribute(placements=target.placements))
+    return None
+
+
+def _is_copy(tensor: DTensor) -> bool:
+    """Whether it is a view for torch, but of a tensor that had to be gathered for it."""
+    base: Any = tensor._base
+    if base is None:
+        return False
+    parts = [part.to_local().untyped_storage() for part in (tensor, base)]
+    return parts[0].data_ptr() != parts[1].data_ptr()
 
 
 def _attention(
@@ -109,12 +143,42 @@ def _attention(
         over = Shard(1)
     elif all(tensor.shape[0] % num_ranks == 0 for tensor in tensors):
         over = Shard(0)
-    tensors = [_as_dtensor(tensor, mesh).redistribute(placements=[over]) for tensor in tensors]
-    result: Any = functional.scaled_dot_product_attention(
-        *tensors, attn_mask=attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+    tensors = [_Moved.apply(_as_dtensor(tensor, mesh), over) for tensor in tensors]
+    query, key, value = tensors
+    result = functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
     )
-    # The kernel's result is laid out as [batch, time, heads, dim], which what follows would take for granted.
-    return result.contiguous().redistribute(placements=[Shard(query.ndim - 2)])
+    return _Moved.apply(result, Shard(query.ndim - 2))
+
+
+class _Moved(torch.autograd.Function):
+    """A DTensor redistributed, with parts that are contiguous, as it says.
+
+    Kernels of attention lay results and gradients out as [batch, time, heads, dim]. torch's `redistribute` makes others
+    of them, but keeps the strides that the tensor has as a whole, and a later view of the parts fails.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: DTensor, placement: Any) -> DTensor:
+        ctx.placement = tensor.placements[0]
+        return _moved(tensor, placement)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: DTensor) -> tuple[DTensor, None]:
+        return _moved(gradient, Replicate() if ctx.placement.is_partial() else ctx.placement), None
+
+
+def _moved(tensor: DTensor, placement: Any) -> DTensor:
+    return _contiguous(_contiguous(tensor).redistribute(placements=[placement]))
+
+
+def _contiguous(tensor: DTensor) -> DTensor:
+    stride = torch.empty(tensor.shape, device="meta").stride()
+    local = tensor.to_local().contiguous()
+    return DTensor.from_local(
+        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=stride
+    )
 
 
 def _as_dtensor(tensor: Tensor, mesh: Any) -> Any:
@@ -129,22 +193,22 @@ def _dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = 
     return input.mul_(factors) if inplace else input * factors
 
 
-def _loss(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _loss(function: Any, *args: Any, **kwargs: Any) -> Any:
     bound = inspect.signature(function).bind(*args, **kwargs)
     reduction = bound.arguments.get("reduction", "mean")
-    if "size_average" in bound.arguments or "reduce" in bound.arguments:  # torch's old words for it
-        reduction = functional._Reduction.legacy_get_string(
-            bound.arguments.pop("size_average", None), bound.arguments.pop("reduce", None), emit_warning=False
-        )
+    size_average, reduce = (bound.arguments.pop(name, None) for name in ("size_average", "reduce"))
+    if size_average is not None or reduce is not None:  # torch's old words for it
+        reduction = legacy_get_string(size_average, reduce, False)
     if function in _BY_CLASS:
         return _class_loss(function, bound.arguments, reduction)
     result = function(**(bound.arguments | {"reduction": "none"}))
-    if reduction == "batchmean":
-        return result.sum() / len(result)
-    return {"mean": torch.mean, "sum": torch.sum, "none": lambda values: values}[reduction](result)
+    if reduction == "none":
+        return result
+    total = result.sum()
+    return {"sum": total, "mean": total / max(1, result.numel()), "batchmean": total / len(result)}[reduction]
 
 
-def _class_loss(function: Callable[..., Any], given: dict[str, Any], reduction: str) -> Any:
+def _class_loss(function: Any, given: dict[str, Any], reduction: str) -> Any:
     scores, target = given["input"], given["target"]
     shape = target.shape
     is_index = not target.is_floating_point()

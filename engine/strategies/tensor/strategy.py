@@ -78,7 +78,7 @@ class TensorParallel(FSDP):
     """
 
     options: Any
-    split_axis = "tp"
+    split_axis: Axis = "tp"
     """The axis of the mesh whose ranks have the same samples."""
     _refusal = """\
 this can't be done with what is split over the tensor-parallel ranks: parameters, gradients, and what such a layer has \

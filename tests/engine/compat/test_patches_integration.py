@@ -16,6 +16,7 @@ from .libraries import contents, replaced, rules_added
 
 SUBJECT = "gpt of four blocks, tied"
 RANKS = {
+    "cp": 2,
     "ddp": 2,
     "diloco": 2,
     "fsdp": 2,

@@ -1,0 +1,327 @@
+"""Sequences split over ranks: what code computes of a length, a mask, a loss or a position is that of one process."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.nn import functional
+from torch.utils.data import DataLoader
+from torchmetrics import MeanSquaredError
+
+from polyphase.engine import Engine
+from polyphase.engine.strategies.tensor.operator_rules import install_operator_rules, restore_operator_rules
+from polyphase.engine.strategies.tensor.sequence_functions import SequenceFunctions
+from polyphase.engine.strategies.whole_steps import plain_as_replicas
+from polyphase.models import ByteGPT
+from tests.distributed import run_ranks
+from tests.engine.strategies.test_ddp_integration import QUIET
+
+BATCH, CLASSES = 3, 5
+
+
+def functions(time: int) -> dict[str, Callable[[Tensor], Tensor]]:
+    """Scalars of a tensor [3, time, 5], each computed in a way that code has for sequences."""
+    generator = torch.Generator().manual_seed(0)
+    y = torch.randn(BATCH, time, CLASSES, generator=generator)
+    target = torch.randint(0, CLASSES, (BATCH, time), generator=generator)
+    target[0, :3] = -100  # more of them on one rank than on another
+    index = target.clamp(0)[..., None].expand(-1, -1, CLASSES)
+    weight = torch.arange(1.0, 1.0 + CLASSES)
+    lengths = torch.full((BATCH,), time), torch.full((BATCH,), 2)
+
+    def cross_entropy(x: Tensor, **options: Any) -> Tensor:
+        return functional.cross_entropy(x.flatten(0, 1), target.flatten(), **options)
+
+    def attention(x: Tensor) -> Tensor:
+        scores = (x @ x.mT).masked_fill(torch.ones(time, time).triu(1).bool(), -1e9)
+        return (scores.softmax(-1) @ x * y).sum()
+
+    def one_by_one(x: Tensor) -> Tensor:
+        state = torch.zeros(())
+        for step in range(x.size(1)):
+            state = torch.tanh(state + x[:, step])
+        return state.sum()
+
+    def recurrent(x: Tensor) -> Tensor:
+        torch.manual_seed(0)
+        return nn.LSTM(CLASSES, 4, batch_first=True)(x)[0].square().sum()
+
+    def dropout(x: Tensor) -> Tensor:
+        torch.manual_seed(0)
+        return (functional.dropout(x, 0.3) * y).sum()
+
+    def first_set_to_zero(x: Tensor) -> Tensor:
+        z = x * 1
+        z[:, 0] = 0
+        return (z * y).sum()
+
+    def into_a_plain_one(x: Tensor) -> Tensor:
+        state = torch.zeros(BATCH, CLASSES)
+        state += x.detach().mean(1)
+        return (x.mean(1) * state).sum()
+
+    return {
+        "mean": lambda x: x.mean(),
+        "mean over time": lambda x: x.mean(1).square().sum(),
+        "mean over samples and time": lambda x: x.mean((0, 1)).square().sum(),
+        "variance": lambda x: x.var(1).sum(),
+        "norm": lambda x: x.norm(),
+        "maximum": lambda x: x.max(1).values.sum(),
+        "median": lambda x: x.median(1).values.sum(),
+        "product": lambda x: x.prod(1).sum(),
+        "log of sums of exponentials": lambda x: x.logsumexp(1).sum(),
+        "squared error": lambda x: functional.mse_loss(x, y),
+        "sum of squared errors": lambda x: functional.mse_loss(x, y, reduction="sum"),
+        "absolute error": lambda x: functional.l1_loss(x, y),
+        "smooth error": lambda x: functional.smooth_l1_loss(x, y),
+        "huber": lambda x: functional.huber_loss(x, y),
+        "binary": lambda x: functional.binary_cross_entropy_with_logits(x, y.sigmoid()),
+        "binary, of probabilities": lambda x: functional.binary_cross_entropy(x.sigmoid(), y.sigmoid()),
+        "divergence": lambda x: functional.kl_div(x.log_softmax(-1), y.softmax(-1), reduction="sum"),
+        "divergence of samples": lambda x: functional.kl_div(x.log_softmax(-1), y.softmax(-1), reduction="batchmean"),
+        "gaussian": lambda x: functional.gaussian_nll_loss(x, y, y.abs() + 1),
+        "cross entropy": cross_entropy,
+        "cross entropy, summed": lambda x: cross_entropy(x, reduction="sum"),
+        "cross entropy, of each": lambda x: cross_entropy(x, reduction="none").square().sum(),
+        "cross entropy, weighted": lambda x: cross_entropy(x, weight=weight),
+        "cross entropy, smoothed": lambda x: cross_entropy(x, label_smoothing=0.1, weight=weight),
+        "cross entropy of three dims": lambda x: functional.cross_entropy(x.mT, target),
+        "cross entropy of three dims, of each": lambda x: (
+            functional.cross_entropy(x.mT, target, reduction="none").square().sum()
+        ),
+        "cross entropy, of probabilities": lambda x: functional.cross_entropy(x.mT, y.softmax(-1).mT),
+        "likelihood": lambda x: functional.nll_loss(x.log_softmax(-1).view(-1, CLASSES), target.view(-1)),
+        "alignment": lambda x: functional.ctc_loss(
+            x.log_softmax(-1).transpose(0, 1), torch.ones(BATCH, 2, dtype=torch.long), *lengths
+        ),
+        "by a mask": lambda x: (x * (target != -100)[..., None]).sum() / (target != -100).sum(),
+        "chosen by a mask": lambda x: x[target != -100].square().sum(),
+        "shifted": lambda x: (x[:, 1:] * x[:, :-1]).sum(),
+        "the first": lambda x: x[:, 0].square().sum(),
+        "the last": lambda x: x[:, -1].square().sum(),
+        "flipped": lambda x: (x.flip(1) * y).sum(),
+        "rolled": lambda x: (x.roll(1, 1) * y).sum(),
+        "running sums": lambda x: (x.cumsum(1) * y).sum(),
+        "running maxima": lambda x: x.cummax(1).values.sum(),
+        "sorted": lambda x: (x.sort(1).values * y).sum(),
+        "softmax over time": lambda x: (x.softmax(1) * y).sum(),
+        "joined": lambda x: torch.cat([x[:, :1], x], 1).square().sum(),
+        "padded": lambda x: functional.pad(x, (0, 0, 1, 0)).square().sum(),
+        "gathered": lambda x: x.gather(1, index).square().sum(),
+        "scattered": lambda x: torch.zeros(BATCH, time, CLASSES).scatter_add(1, index, x).square().sum(),
+        "flattened": lambda x: (x.reshape(BATCH, -1) * y.reshape(BATCH, -1)).sum(),
+        "in parts": lambda x: x.chunk(3, 1)[0].square().sum() + x.split([3, time - 3], 1)[1].sum(),
+        "windows": lambda x: x.unfold(1, 3, 1).mean(-1).square().sum(),
+        "spectrum": lambda x: torch.fft.rfft(x, dim=1).abs().sum(),
+        "convolution": lambda x: (functional.conv1d(x.mT, torch.ones(5, 5, 3), padding=1).mT * y).sum(),
+        "pooling": lambda x: functional.avg_pool1d(x.mT, 2).square().mean(),
+        "group norm": lambda x: (functional.group_norm(x.mT, 1).mT * y).sum(),
+        "layer norm": lambda x: (functional.layer_norm(x, (CLASSES,)) * y).sum(),
+        "attention written out": attention,
+        "dropout": dropout,
+        "one by one": one_by_one,
+        "recurrent": recurrent,
+        "first set to zero": first_set_to_zero,
+        "into a plain one": into_a_plain_one,
+    }
+
+
+def _compared(rank: int, time: int, folder: Path) -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    install_operator_rules()
+    wrong = []
+    for name, function in functions(time).items():
+        torch.manual_seed(1)
+        whole = torch.randn(BATCH, time, CLASSES).requires_grad_()
+        expected = function(whole)
+        expected.backward()
+        split: Any = distribute_tensor(whole.detach(), mesh, [Shard(1)]).requires_grad_()
+        with plain_as_replicas(), SequenceFunctions():
+            value: Any = function(split)
+            value = value.full_tensor() if isinstance(value, DTensor) else value
+            value.backward()
+        gradient = split.grad.full_tensor()
+        if not (torch.allclose(value, expected, rtol=1e-5) and torch.allclose(gradient, whole.grad, atol=1e-5)):
+            wrong.append(name)
+        dist.barrier()
+    restore_operator_rules()
+    (folder / str(rank)).write_text(repr(wrong))
+
+
+@pytest.mark.parametrize("time", [8, 7])
+def test_functions_of_a_split_sequence_are_those_of_the_whole(time, tmp_path):
+    run_ranks(_compared, 2, time, tmp_path, start_method="fork", timeout_s=100)
+    assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["[]", "[]"]
+
+
+class Block(nn.Module):
+    """Attention of few heads of keys and values, with positions from the length that it sees, and a running mean."""
+
+    def __init__(self, num_heads: int, num_key_heads: int, kind: str) -> None:
+        super().__init__()
+        self.num_heads, self.num_key_heads, self.kind = num_heads, num_key_heads, kind
+        self.q, self.k = nn.Linear(12, 4 * num_heads), nn.Linear(12, 4 * num_key_heads)
+        self.v, self.out = nn.Linear(12, 4 * num_key_heads), nn.Linear(4 * num_heads, 12)
+        self.norm = nn.LayerNorm(12)
+        self.register_buffer("mean", torch.zeros(12))
+
+    def forward(self, x: Tensor, is_kept: Tensor) -> Tensor:
+        batch, time, _ = x.shape
+        y = self.norm(x) + torch.arange(time)[:, None] / time
+        if self.training:
+            self.mean.mul_(0.5).add_(y.detach().mean((0, 1)), alpha=0.5)
+        q = self.q(y).view(batch, time, self.num_heads, 4).transpose(1, 2)
+        k, v = (layer(y).view(batch, time, self.num_key_heads, 4).transpose(1, 2) for layer in (self.k, self.v))
+        mask = is_kept[:, None, None, :] & torch.ones(time, time).tril().bool()
+        dropout = 0.1 if self.kind == "attention dropout" and self.training else 0.0
+        y = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, enable_gqa=True)
+        if self.kind == "a write into a slice":
+            y[:, :, :1].mul_(0)
+        return x + self.out(y.transpose(1, 2).reshape(batch, time, -1)) - self.mean
+
+
+class Reader(LightningModule):
+    """Predicts the next value of each sequence, where it is known, and a value of the whole sequence by its first."""
+
+    def __init__(self, num_heads: int = 4, num_key_heads: int = 2, kind: str = "") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Linear(1, 12)
+        self.blocks = nn.ModuleList(Block(num_heads, num_key_heads, kind) for _ in range(2))
+        self.head, self.pooled = nn.Linear(12, 1), nn.Linear(12, 1)
+        self.error = MeanSquaredError()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        is_kept = batch[..., 0] > -1.5
+        x = self.embed(batch)
+        for block in self.blocks:
+            x = block(x, is_kept)
+        wrong = functional.mse_loss(self.head(x)[:, :-1], batch[:, 1:], reduction="none")
+        self.error(self.pooled(x[:, 0]), batch.mean(1))
+        self.log("error", self.error, on_step=False, on_epoch=True)
+        known = is_kept[:, 1:, None]
+        return (wrong * known).sum() / known.sum() + functional.mse_loss(self.pooled(x[:, 0]), batch.mean(1))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def batches(time: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return list(torch.randn(3, 4, time, 1, generator=generator))
+
+
+def by_hand(module: Reader, time: int) -> Iterator[tuple[str, Tensor]]:
+    module.log = lambda *args, **kwargs: None
+    optimizer = module.configure_optimizers()
+    torch.manual_seed(5)
+    for batch in batches(time):
+        optimizer.zero_grad()
+        module.training_step(batch, 0).backward()
+        optimizer.step()
+    return module.named_parameters()
+
+
+def fit(module: LightningModule, time: int, strategy: str = "cp_fork", devices: int = 2, **flags: Any) -> Engine:
+    engine = Engine(strategy=strategy, devices=devices, accelerator="cpu", max_epochs=1, **{**QUIET, **flags})
+    torch.manual_seed(5)
+    engine.fit(module, DataLoader(torch.cat(batches(time)), batch_size=4, shuffle=False))
+    return engine
+
+
+@pytest.mark.parametrize(
+    ("arguments", "time"),
+    [
+        ({}, 8),
+        ({"num_heads": 3, "num_key_heads": 1}, 7),  # samples are dealt, and the parts of a sequence are unequal
+        ({"num_key_heads": 1}, 8),
+    ],
+    ids=["heads", "unequal parts", "few heads of keys"],
+)
+def test_equals_a_plain_loop(arguments, time):
+    module, reference = Reader(**arguments), Reader(**arguments)
+    engine = fit(module, time)
+    expected = dict(by_hand(reference, time))
+    assert max((p - expected[name]).abs().max().item() for name, p in module.named_parameters()) <= 1e-6
+    torch.testing.assert_close(dict(module.named_buffers()), dict(reference.named_buffers()))
+    torch.testing.assert_close(engine.callback_metrics["error"], reference.error.compute())
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("attention dropout", "attention with dropout can't be split along the sequence"),
+        ("a write into a slice", "mul_ writes to a part of a sequence that is split over ranks"),
+    ],
+)
+def test_what_can_not_be_split_is_an_error_that_says_so(kind, message):
+    with pytest.raises(Exception, match=message):
+        fit(Reader(kind=kind), 8)
+
+
+def test_a_module_without_blocks_is_refused_before_any_process_starts():
+    module = Reader()
+    module.blocks = module.blocks[0]
+    with pytest.raises(ValueError, match="no blocks of Reader are known"):
+        fit(module, 8)
+
+
+class Kept(Callback):
+    """Writes down how many bytes a step keeps for backward on the first rank: each storage once, no parameters."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_start(self, trainer: Engine, module: LightningModule) -> None:
+        own = {self._place(parameter) for parameter in module.parameters()}
+        storages: dict[int, int] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            if self._place(tensor) not in own:
+                local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+                storages[self._place(tensor)] = local.untyped_storage().nbytes()
+            return tensor
+
+        forward = module.training_step
+
+        def step(*args: Any) -> Tensor:
+            storages.clear()
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                loss = forward(*args)
+            if trainer.is_global_zero:
+                self.path.write_text(str(sum(storages.values())))
+            return loss
+
+        module.training_step = step
+
+    @staticmethod
+    def _place(tensor: Tensor) -> int:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        return local.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+def test_a_rank_keeps_its_part_of_the_activations(cp, tmp_path):
+    kept = {}
+    for devices in (1, cp):
+        module = ByteGPT(context_length=64, dim=32, num_heads=4, num_layers=4)
+        callbacks = [Kept(tmp_path / str(devices))]
+        engine = Engine(
+            strategy="cp_fork" if devices > 1 else "single",
+            devices=devices,
+            accelerator="cpu",
+            max_steps=1,
+            callbacks=callbacks,
+            **QUIET,
+        )
+        engine.fit(module, DataLoader(torch.randint(0, 256, (2, 65)), batch_size=2))
+        kept[devices] = int((tmp_path / str(devices)).read_text())
+    # What the embeddings keep is whole on each rank.
+    assert kept[cp] <= 1.15 * kept[1] / cp
