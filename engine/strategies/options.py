@@ -275,8 +275,13 @@ class HSDPCPOptions(_SequenceOptions, HSDPOptions):
 class DDPCPOptions(HSDPCPOptions):
     """The options of the `ddp+cp` flag, which follow its colon: `hsdp+cp`'s, with whole parameters on each rank."""
 
-    shard: Literal[1] = 1
-    """Number of shards in each group: 1."""
+    shard: int | None = 1
+    """Number of shards in each group, 1: `hsdp+cp` has more."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.shard != 1:
+            raise ValueError(f"ddp+cp:shard={self.shard} would shard the parameters: choose hsdp+cp, or leave it out.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -220,7 +220,7 @@ STRATEGIES: dict[str, StrategySpec] = {
         why_not=_NOT_SPLIT,
     ),
     "cp": StrategySpec(
-        description="sequences split over devices that have the same samples; heads exchanged in attention (DTensor)",
+        description="each sequence split over devices that have the same samples (DTensor)",
         traffic=_EXCHANGED,
         choose_when="the activations of one sequence do not fit on one device",
         options=CPOptions,
@@ -238,7 +238,7 @@ STRATEGIES: dict[str, StrategySpec] = {
         why_not=_NOT_SPLIT,
     ),
     "fsdp+cp": StrategySpec(
-        description="sequences split within groups of devices, parameters in shards over the groups (2-D mesh)",
+        description="sequences split within groups of devices, parameters in shards over these (2-D mesh)",
         traffic=f"as cp within a group, as fsdp between the groups: {_GATHERS}",
         choose_when="as cp, with a model that does not fit on one device",
         options=FSDPCPOptions,

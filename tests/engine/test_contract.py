@@ -32,11 +32,12 @@ def test_each_capability_is_described_in_one_line():
 
 @pytest.mark.parametrize("name", MULTI)
 def test_a_strategy_of_the_engine_declares_what_its_layout_implies(name):
-    strategy = engine(strategy=name, devices=8 if name == "hsdp+tp" else 4).strategy
+    strategy = engine(strategy=name, devices=8 if name in ("hsdp+tp", "hsdp+cp") else 4).strategy
     assert adapt(strategy) is strategy
     can, layout = capabilities_of(strategy), strategy.layout
     assert can.engine_checkpoints
-    assert can.state_is_sharded == (layout.shard > 1 or layout.tp > 1 or layout.pp > 1)
+    # Under cp each rank has whole parameters, but as DTensors.
+    assert can.state_is_sharded == (layout.shard > 1 or layout.num_sharing > 1 or layout.pp > 1)
     assert can.splits_module == can.state_is_sharded
     assert can.runs_own_schedule == (layout.pp > 1)
     assert hasattr(strategy, "run_schedule") == can.runs_own_schedule

@@ -1,4 +1,4 @@
-"""What ranks with the same samples share: layers (`tp`, `fsdp+tp`, `hsdp+tp`) or sequences (`cp`, `fsdp+cp`, ...)."""
+"""Ranks with the same samples share layers (`tp`, `fsdp+tp`, `hsdp+tp`) or sequences (`cp`, `fsdp+cp`, ...)."""
 
 from .context import ContextParallel
 from .plan import make_plan

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional
-from torch.nn._reduction import legacy_get_string
 from torch.overrides import TorchFunctionMode
 
 from ..._compat.torch import tree_leaves, tree_map_only
@@ -198,7 +197,7 @@ def _loss(function: Any, *args: Any, **kwargs: Any) -> Any:
     reduction = bound.arguments.get("reduction", "mean")
     size_average, reduce = (bound.arguments.pop(name, None) for name in ("size_average", "reduce"))
     if size_average is not None or reduce is not None:  # torch's old words for it
-        reduction = legacy_get_string(size_average, reduce, False)
+        reduction = "none" if reduce is False else "sum" if size_average is False else "mean"
     if function in _BY_CLASS:
         return _class_loss(function, bound.arguments, reduction)
     result = function(**(bound.arguments | {"reduction": "none"}))
@@ -208,23 +207,23 @@ def _loss(function: Any, *args: Any, **kwargs: Any) -> Any:
     return {"sum": total, "mean": total / max(1, result.numel()), "batchmean": total / len(result)}[reduction]
 
 
-def _class_loss(function: Any, given: dict[str, Any], reduction: str) -> Any:
-    scores, target = given["input"], given["target"]
+def _class_loss(function: Any, named: dict[str, Any], reduction: str) -> Any:
+    scores, target = named["input"], named["target"]
     shape = target.shape
     is_index = not target.is_floating_point()
     if scores.ndim > 2:  # [batch, classes, time, ...]
         scores = scores.movedim(1, -1).flatten(0, -2)
         target = target.flatten() if is_index else target.movedim(1, -1).flatten(0, -2)
     if reduction == "none":
-        losses = function(**(given | {"input": scores, "target": target, "reduction": "none"}))
+        losses = function(**(named | {"input": scores, "target": target, "reduction": "none"}))
         return losses.view(shape) if is_index else losses
-    total = function(**(given | {"input": scores, "target": target, "reduction": "sum"}))
+    total = function(**(named | {"input": scores, "target": target, "reduction": "sum"}))
     if reduction == "sum":
         return total
     if not is_index:
         return total / max(1, scores[..., 0].numel())
-    is_kept = target != given.get("ignore_index", -100)
-    weight = given.get("weight")
+    is_kept = target != named.get("ignore_index", -100)
+    weight = named.get("weight")
     if weight is None:
         return total / is_kept.sum()
     return total / (weight[torch.where(is_kept, target, 0)] * is_kept).sum()

@@ -88,7 +88,7 @@ MISTAKES = [
     ([*FIT, "--micro_batch_size", "auot"], "'auot' is not a whole number or 'auto', such as 8. Did you mean 'auto'?"),
     ([*FIT, "--devices", "two"], "--devices: 'two' is neither a number, 'auto' nor a list of indices such as 0,1"),
     ([*FIT, "--accelerator", "gup"], "--accelerator: unknown accelerator 'gup'. Did you mean 'gpu'?"),
-    ([*FIT, "--strategy", "fdsp"], "--strategy: unknown strategy 'fdsp'. Did you mean 'fsdp'? Allowed: auto, ddp,"),
+    ([*FIT, "--strategy", "fdsp"], "--strategy: unknown strategy 'fdsp'. Did you mean 'fsdp'? Allowed: auto, cp, ddp,"),
     ([*FIT, "--strategy", "fsdp_spwan"], "Did you mean 'fsdp_spawn'?"),
     ([*FIT, "--strategy", "single_spawn"], "--strategy: unknown strategy 'single_spawn'. Did you mean 'single'?"),
     ([*FIT, "--strategy", "fsdp:no_snc=1"], "unknown option of strategy 'fsdp' 'no_snc'. Did you mean 'no_sync'?"),
