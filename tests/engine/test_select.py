@@ -81,7 +81,7 @@ def test_a_name_and_a_suffix_choose_the_strategy_and_its_launcher(name, cls, suf
 )
 def test_the_layout_of_two_nodes_of_four_devices(flag, axes):
     layout = engine(strategy=flag, devices=4, num_nodes=2).layout
-    assert layout.axes == {"pp": 1, "replicate": 1, "shard": 1, "tp": 1, **axes}
+    assert layout.axes == {"pp": 1, "replicate": 1, "shard": 1, "tp": 1, "cp": 1, **axes}
 
 
 def test_options_arrive_by_their_types():
@@ -184,7 +184,7 @@ def test_each_policy_for_what_is_not_finite_is_taken(policy):
     [
         (
             {"strategy": "fdsp"},
-            r"unknown strategy 'fdsp'\. Did you mean 'fsdp'\? Allowed: auto, ddp, diloco, dp",
+            r"unknown strategy 'fdsp'\. Did you mean 'fsdp'\? Allowed: auto, cp, ddp, ddp\+cp, diloco, dp",
         ),
         ({"strategy": "ddp_spwan"}, r"Did you mean 'ddp_spawn'\?"),
         ({"strategy": "single_spawn"}, r"unknown strategy 'single_spawn'\. Did you mean 'single'\?"),
@@ -326,7 +326,9 @@ def test_an_accelerator_that_is_not_here_is_named_before_its_devices_are_counted
 
 # --- strategies that divide, on one device
 
-DIVIDING = ["fsdp", "hsdp", "tp", "fsdp+tp", "hsdp+tp", "pp", "pp+ddp", "pp+fsdp"]
+DIVIDING = [
+    *("fsdp", "hsdp", "tp", "fsdp+tp", "hsdp+tp", "cp", "ddp+cp", "fsdp+cp", "hsdp+cp", "pp", "pp+ddp", "pp+fsdp"),
+]
 
 
 @pytest.mark.parametrize("suffix", list(LAUNCHERS))

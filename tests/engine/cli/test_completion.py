@@ -33,10 +33,10 @@ def test_other_shells_and_spellings(words, capsys):
     [
         ("polyphase stra", "strategies"),
         ("polyphase fit --stra", "--strategy"),
-        ("polyphase fit --strategy hs", "hsdp hsdp+cp hsdp+tp"),
+        ("polyphase fit --strategy hs", "hsdp hsdp+tp hsdp+cp"),
         ("polyphase fit --precision bf", "bf16-mixed bf16-true"),
         ("polyphase fit --model By", "ByteGPT"),
-        ("polyphase strategies fs", "fsdp fsdp+cp fsdp+tp"),
+        ("polyphase strategies fs", "fsdp fsdp+tp fsdp+cp"),
         ("polyphase ckpt in", "inspect"),
     ],
 )
