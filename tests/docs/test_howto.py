@@ -81,6 +81,13 @@ def test_averages(monkeypatch, capfd, strategy, devices):
     assert found["engine"].global_step == 68 // devices
 
 
+@pytest.mark.parametrize(("strategy", "devices"), [("cp_fork", 2), *nightly(SINGLE)])
+def test_long_sequences(monkeypatch, capfd, strategy, devices):
+    found = Page("long-sequences").run_here("train.py", monkeypatch, strategy=strategy, devices=devices)
+    assert "2 steps" in capfd.readouterr().out
+    assert found["engine"].global_step == 2
+
+
 @on_two_ranks
 def test_best_checkpoint_and_plain_torch(monkeypatch, capfd, strategy, devices):
     page = Page("best-checkpoint")
