@@ -86,12 +86,16 @@ def _read(page: str) -> dict[str, Cell]:
     """The cells of a page."""
     reasons = dict(re.findall(r"^(\d+)\. (.*)$", page, re.MULTILINE))
     cells = {}
+    columns: list[str] = []
     for line in re.findall(r"^\| (?!---)(.+) \|$", page, re.MULTILINE):
+        if line.startswith("| "):
+            columns = line.removeprefix("| ").split(" | ")
+            continue
         name, *shown = line.split(" | ")
-        for strategy, text in zip(STRATEGIES, shown, strict=True):
+        for strategy, text in zip(columns, shown, strict=True):
             kind, _, detail = text.partition(" ")
             if reason := re.fullmatch(r"\[(\d+)\]", detail):
-                cells[f"{strategy}: {name.partition(' (')[0]}"] = Cell(kind, reasons[reason[1]])
+                cells[f"{strategy}: {name.partition(' (')[0]}"] = Cell(kind, reasons[reason[1]].replace("]\\(", "]("))
             elif kind == "runs" or kind[:1].isdigit():
                 of_number = Cell("runs", detail) if kind == "runs" else Cell("equal", text)
                 cells[f"{strategy}: {name.partition(' (')[0]}"] = of_number
@@ -117,8 +121,15 @@ def _page(groups: dict[str, dict], cells: dict[str, Cell], where: str) -> str:
             row = [_shown(cells.get(f"{strategy}: {name}"), reasons) for strategy in STRATEGIES]
             lines.append(f"| {name}{f' ({model.note})' if model.note else ''} | {' | '.join(row)} |")
         parts.append("\n".join(lines) + "\n")
-    parts.append("## Reasons\n\n" + "\n".join(f"{number}. {reason}" for reason, number in reasons.items()) + "\n")
+    parts.append(
+        "## Reasons\n\n" + "\n".join(f"{number}. {_unlinked(reason)}" for reason, number in reasons.items()) + "\n"
+    )
     return "\n".join(parts)
+
+
+def _unlinked(reason: str) -> str:
+    """A reason in which a shape and a placement, ``[8, 2](S(1))``, are no link."""
+    return reason.replace("](", "]\\(")
 
 
 def _shown(cell: Cell | None, reasons: dict[str, int]) -> str:
