@@ -16,9 +16,10 @@ Then the collectives of `fsdp` or `hsdp`.
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
+from lightning.pytorch import Callback
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -84,6 +85,15 @@ module compute it without torch's own kernel for it.{}"""
                     " such as 'fsdp'."
                 )
         return result
+
+    def check_run(self, *, compiles: bool, callbacks: Sequence[Callback]) -> None:
+        """See `DistributedStrategy`."""
+        super().check_run(compiles=compiles, callbacks=callbacks)
+        if compiles:
+            raise ValueError(
+                f"strategy {self!r} can't be compiled: the functions of a split sequence are chosen while they run."
+                " Leave out compile=True, or choose another strategy, such as 'fsdp' with activation_checkpointing."
+            )
 
     @contextlib.contextmanager
     def _computing(self) -> Generator[None, None, None]:

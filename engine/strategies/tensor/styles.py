@@ -53,8 +53,8 @@ def _whole(tensor: DTensor) -> Tensor:
 
 
 _NO_DOUBLE_BACKWARD = """\
-tensor parallelism can't give the gradient of a gradient, as create_graph=True needs, for example for a gradient \
-penalty: choose another strategy, such as 'fsdp'."""
+layers or sequences that are split can't give the gradient of a gradient, as create_graph=True needs, for example for \
+a gradient penalty: choose another strategy, such as 'fsdp'."""
 
 
 _MIXED_WITH_DETACHED = """\

@@ -273,6 +273,11 @@ def test_a_module_without_blocks_is_refused_before_any_process_starts():
         fit(module, 8)
 
 
+def test_a_compiled_module_is_refused_before_any_process_starts():
+    with pytest.raises(ValueError, match="can't be compiled: the functions of a split sequence"):
+        fit(Reader(), 8, compile=True)
+
+
 class Kept(Callback):
     """Writes down how many bytes a step keeps for backward on the first rank: each storage once, no parameters."""
 
