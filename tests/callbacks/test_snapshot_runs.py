@@ -405,6 +405,7 @@ def test_a_callbacks_state_does_not_have_other_runs_files_removed(tmp_path, name
     (state,) = [state for name, state in content["callbacks"].items() if name.startswith(("Best", "ModelCheckpoint"))]
     state["best_k_models"] = {f"{tmp_path}/mine/{named}": torch.tensor(2.0)}
     state["kth_best_model_path"] = state["best_model_path"] = state["last_model_path"] = f"{tmp_path}/mine/{named}"
+    del content["polyphase"]["manifest"]  # which has the form of the rest
     torch.save(content, path)
     with pytest.warns(UserWarning, match=rf"The checkpoint names \S+ for ModelCheckpoint, but it {says}"):
         again = train(tmp_path, Best(tmp_path / "mine"), steps=6, module=Rising(), resume=path)

@@ -19,7 +19,7 @@ import functools
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from ...choices import Axis
 from ..options import CPOptions, DDPCPOptions, FSDPCPOptions, HSDPCPOptions
 from ..units import named_blocks
-from .sequence_functions import SequenceFunctions, cut
+from .sequence_functions import SequenceFunctions, cut, recomputed_alike
 from .strategy import TensorParallel
 from .styles import replicate
 
@@ -95,6 +95,11 @@ module compute it without torch's own kernel for it.{}"""
                 " Leave out compile=True, or choose another strategy, such as 'fsdp' with activation_checkpointing."
             )
 
+    def setup(self, trainer: Trainer) -> None:
+        """Splits the sequences from here on; see `TensorParallel`."""
+        self._while_running.enter_context(recomputed_alike())
+        super().setup(trainer)
+
     @contextlib.contextmanager
     def _computing(self) -> Generator[None, None, None]:
         with super()._computing(), SequenceFunctions():
@@ -131,7 +136,7 @@ class SplitSequence(ParallelStyle):
         if place is not None:
             self.has_split = True
             named[place] = cut(named[place], mesh)
-        # Entered here, too: a block may be computed again in backward, by another thread.
+        # Entered here, too: where a block is computed again, in backward, no mode is active.
         with SequenceFunctions():
             return forward(*(named[i] for i in range(len(args))), **{name: named[name] for name in kwargs})
 

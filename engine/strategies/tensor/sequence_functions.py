@@ -6,8 +6,9 @@ in another way: with more communication, with means of parts, with writes that a
 is computed by each rank on whole tensors: right, but the rank then has all of the time.
 """
 
+import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,11 +17,12 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
 
 from ..._compat.torch import tree_leaves, tree_map_only
 from .styles import is_raised_by_dtensor, to_plain, to_replica
 
-__all__ = ["SequenceFunctions", "cut"]
+__all__ = ["SequenceFunctions", "cut", "recomputed_alike"]
 
 _MEANS = {
     function
@@ -45,6 +47,25 @@ def cut(tensor: Tensor, mesh: Any) -> Any:
     return _as_dtensor(tensor, mesh).redistribute(placements=[Shard(1)])
 
 
+@contextlib.contextmanager
+def recomputed_alike() -> Iterator[None]:
+    """Context in which what `torch.utils.checkpoint` computes again in backward, where no mode is active, sees one."""
+    make = checkpoint._checkpoint_without_reentrant_generator  # torch: `checkpoint` looks it up at each call
+
+    def make_alike(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def run(*inputs: Any, **named: Any) -> Any:
+            with SequenceFunctions():
+                return function(*inputs, **named)
+
+        return make(run, *args, **kwargs)
+
+    checkpoint._checkpoint_without_reentrant_generator = make_alike
+    try:
+        yield
+    finally:
+        checkpoint._checkpoint_without_reentrant_generator = make
+
+
 class SequenceFunctions(TorchFunctionMode):
     """Context in which functions of torch on split sequences have the results of whole ones."""
 
@@ -53,7 +74,7 @@ class SequenceFunctions(TorchFunctionMode):
         kwargs = kwargs or {}
         if not any(isinstance(leaf, DTensor) for leaf in tree_leaves((args, kwargs))):
             return function(*args, **kwargs)
-        if function is functional.scaled_dot_product_attention:
+        if function is functional.scaled_dot_product_attention and _is_split_by_time(args, kwargs):
             return _attention(*args, **kwargs)
         if function is functional.dropout:
             return _dropout(*args, **kwargs)
@@ -108,6 +129,11 @@ def _is_copy(tensor: DTensor) -> bool:
         return False
     parts = [part.to_local().untyped_storage() for part in (tensor, base)]
     return parts[0].data_ptr() != parts[1].data_ptr()
+
+
+def _is_split_by_time(args: Any, kwargs: Any) -> bool:
+    tensors = [leaf for leaf in tree_leaves((args[:3], kwargs)) if isinstance(leaf, DTensor)]
+    return any(placement == Shard(tensor.ndim - 2) for tensor in tensors for placement in tensor.placements)
 
 
 def _attention(
