@@ -59,7 +59,7 @@ def recomputed_alike() -> Iterator[None]:
 
         return make(run, *args, **kwargs)
 
-    checkpoint._checkpoint_without_reentrant_generator = make_alike
+    checkpoint._checkpoint_without_reentrant_generator = make_alike  # type: ignore[assignment]
     try:
         yield
     finally:
