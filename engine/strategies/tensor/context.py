@@ -13,10 +13,10 @@ Communication per micro-batch over the ranks of `cp`, with activations of A byte
 Then the collectives of `fsdp` or `hsdp`.
 """
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
@@ -47,15 +47,17 @@ class ContextParallel(TensorParallel):
 
     capabilities = dataclasses.replace(TensorParallel.capabilities, unsupported_repeat="context parallelism")
     split_axis: Axis = "cp"
-    _refusal = """\
-this can't be done with a sequence that is split over ranks: in torch's DTensor, which says of each function how parts \
-of its arguments make parts of its result, this one has no rule. Choose another strategy, such as 'fsdp', or have the \
-module compute it without torch's own kernel for it.{}"""
+    _names = MappingProxyType(
+        {CPOptions: "cp", DDPCPOptions: "ddp+cp", FSDPCPOptions: "fsdp+cp", HSDPCPOptions: "hsdp+cp"}
+    )
 
-    def __repr__(self) -> str:
-        kinds = {CPOptions: "cp", DDPCPOptions: "ddp+cp", FSDPCPOptions: "fsdp+cp", HSDPCPOptions: "hsdp+cp"}
-        name = kinds[type(self.options)]
-        return repr(f"{name}_{self.launcher_suffix}" if self.launcher_suffix else name)
+    @property
+    def _refusal(self) -> str:
+        return (
+            "this can't be done with a sequence that is split over ranks: in torch's DTensor, which says of each"
+            " function how parts of its arguments make parts of its result, this one has no rule. Choose another"
+            " strategy, such as 'fsdp', or have the module compute it without torch's own kernel for it."
+        )
 
     @property
     def _splits_sequences(self) -> bool:
@@ -75,7 +77,8 @@ module compute it without torch's own kernel for it.{}"""
 
     def _run_or_replicate(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Runs `step`. After the first of training, says so if there was no sequence to split."""
-        result = step(*args, **kwargs)
+        with SequenceFunctions():
+            result = step(*args, **kwargs)
         if step.__name__ == "training_step" and step.__name__ not in self._has_run:
             self._has_run.add(step.__name__)
             if not self._entry.has_split:
@@ -100,11 +103,6 @@ module compute it without torch's own kernel for it.{}"""
         self._while_running.enter_context(recomputed_alike())
         super().setup(trainer)
 
-    @contextlib.contextmanager
-    def _computing(self) -> Generator[None, None, None]:
-        with super()._computing(), SequenceFunctions():
-            yield
-
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
@@ -112,8 +110,8 @@ class _Plan:
     styles: dict[str, ParallelStyle]
 
     def __str__(self) -> str:
-        first, *_, last = [*self.styles, *self.styles]
-        return f"Sequences split over {self.num_ranks} ranks, from {first} to {last} and after it."
+        names = list(self.styles)
+        return f"Sequences split over {self.num_ranks} ranks, from {names[0]} to {names[-1]} and after it."
 
 
 class SplitSequence(ParallelStyle):

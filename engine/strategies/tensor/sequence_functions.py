@@ -207,7 +207,7 @@ def _contiguous(tensor: DTensor) -> DTensor:
 
 
 def _as_dtensor(tensor: Tensor, mesh: Any) -> Any:
-    return tensor if isinstance(tensor, DTensor) else DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
+    return tensor if isinstance(tensor, DTensor) else to_replica(tensor, mesh)
 
 
 def _dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
@@ -230,7 +230,9 @@ def _loss(function: Any, *args: Any, **kwargs: Any) -> Any:
     if reduction == "none":
         return result
     total = result.sum()
-    return {"sum": total, "mean": total / max(1, result.numel()), "batchmean": total / len(result)}[reduction]
+    if reduction == "sum":
+        return total
+    return total / (len(result) if reduction == "batchmean" else max(1, result.numel()))
 
 
 def _class_loss(function: Any, named: dict[str, Any], reduction: str) -> Any:

@@ -20,7 +20,7 @@ import dataclasses
 import logging
 import traceback
 import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 import torch
@@ -80,9 +80,8 @@ class TensorParallel(FSDP):
     options: Any
     split_axis: Axis = "tp"
     """The axis of the mesh whose ranks have the same samples."""
-    _refusal = """\
-this can't be done with what is split over the tensor-parallel ranks: parameters, gradients, and what such a layer has \
-returned. {}Name other layers in tensor_parallel_plan(), or choose another strategy, such as 'fsdp'."""
+    _names: Mapping[type, str] = {TPOptions: "tp", FSDPTPOptions: "fsdp+tp", HSDPTPOptions: "hsdp+tp"}
+    """The flag by the class of its options."""
     capabilities = dataclasses.replace(
         FSDP.capabilities,
         unsupported_repeat="tensor parallelism",
@@ -101,7 +100,7 @@ returned. {}Name other layers in tensor_parallel_plan(), or choose another strat
         self._replicated: list[Any] = []
 
     def __repr__(self) -> str:
-        name = {TPOptions: "tp", FSDPTPOptions: "fsdp+tp", HSDPTPOptions: "hsdp+tp"}[type(self.options)]
+        name = self._names[type(self.options)]
         return repr(f"{name}_{self.launcher_suffix}" if self.launcher_suffix else name)
 
     @property
@@ -237,7 +236,7 @@ returned. {}Name other layers in tensor_parallel_plan(), or choose another strat
         marked = super()._mark_in_step(step)
 
         def plain(*args: Any, **kwargs: Any) -> Any:
-            with self._computing(), explained(self.model, repr(self)):
+            with plain_as_replicas(), _explaining_dtensor(self._refusal), explained(self.model, repr(self)):
                 result = self._run_or_replicate(marked, args, kwargs)
                 give_plain_gradients(result)
                 return to_plain(result)
@@ -274,17 +273,20 @@ returned. {}Name other layers in tensor_parallel_plan(), or choose another strat
             f" gathered for it: its forward does not go with the derived plan ({cause_of(error.__cause__)})."
         )
 
-    @contextlib.contextmanager
-    def _computing(self) -> Generator[None, None, None]:
-        """Context of forward and backward: plain tensors in an operation with a DTensor count as replicas."""
-        hint = _SEQUENCE_HINT if self._splits_sequences else ""
-        with plain_as_replicas(), _explaining_dtensor(self._refusal.format(hint)):
-            yield
+    @property
+    def _refusal(self) -> str:
+        """The end of the message of an operation that fails with DTensors."""
+        hint = _SEQUENCE_HINT if self.options.sequence_parallel else ""
+        return (
+            "this can't be done with what is split over the tensor-parallel ranks: parameters, gradients, and what such"
+            f" a layer has returned. {hint}Name other layers in tensor_parallel_plan(), or choose another strategy,"
+            " such as 'fsdp'."
+        )
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Runs backward; as in forward, the user's own plain tensors count as replicas."""
         give_plain_gradients(closure_loss)  # for steps with manual optimization
-        with self._computing():
+        with plain_as_replicas(), _explaining_dtensor(self._refusal):
             loss = super().backward(closure_loss, *args, **kwargs)
         if not self._is_inner or self.synchronises_always:
             self._reduce_replicated_gradients()

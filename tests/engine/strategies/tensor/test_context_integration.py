@@ -78,6 +78,7 @@ def functions(time: int) -> dict[str, Callable[[Tensor], Tensor]]:
         "product": lambda x: x.prod(1).sum(),
         "log of sums of exponentials": lambda x: x.logsumexp(1).sum(),
         "squared error": lambda x: functional.mse_loss(x, y),
+        "squared error of two numbers": lambda x: functional.mse_loss(x.mean(), y.mean()),
         "sum of squared errors": lambda x: functional.mse_loss(x, y, reduction="sum"),
         "absolute error": lambda x: functional.l1_loss(x, y),
         "smooth error": lambda x: functional.smooth_l1_loss(x, y),
