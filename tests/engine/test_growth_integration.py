@@ -1,5 +1,6 @@
 """Twice as many layers, or tensors, take twice as many calls in Python, in each phase and under every strategy."""
 
+import gc
 import json
 import sysconfig
 from collections import Counter
@@ -96,12 +97,16 @@ class Phases(Callback):
         self._begin("resume" if is_resumed else "set-up")
 
     def _begin(self, phase: str) -> None:
+        # What is collected in a phase may be the module of an earlier run, whose end torch then hears of in Python.
+        gc.collect()
+        gc.disable()
         self._profile = self.profiles[phase] = Profile(subcalls=False, builtins=False)
         self._profile.enable()
 
     def end(self) -> None:
         """Ends the present phase."""
         self._profile.disable()
+        gc.enable()
 
     def on_train_start(self, trainer, pl_module):
         self.end()
