@@ -85,6 +85,8 @@ class AttributeGuard:
         Raises:
             CutError: several stages write the same state, so no stage has the value of one process.
         """
+        for (part, attribute), values in written.chosen.items():
+            vars(self._module.get_submodule(part).__dict__[attribute]).update(values)
         for key, unit in written.by_units.items():
             stages = self._stages_with_value.setdefault(key, {stage})
             if stage not in stages:

@@ -45,6 +45,9 @@ class StageWrites(NamedTuple):
     `NO_CONTENT`."""
     states: set[Key]
     """Attributes that are updated rather than replaced: buffers, parameters, numbers, tensors written in place."""
+    chosen: dict[Key, dict[str, str]]
+    """The words that other code has chosen in an object where there was None, as transformers' classifiers choose their
+    configuration's `problem_type` by the first labels: for all stages, which read the same object for other things."""
 
 
 class WriteRecorder:
@@ -60,6 +63,7 @@ class WriteRecorder:
         self._by_units: dict[Key, str] = {}
         self._around: dict[int, dict[Key, int]] = {}
         self._states: set[Key] = set()
+        self._chosen: dict[Key, dict[str, str]] = {}
         self._segment = 0
         self._of_units: dict[Key, str] = {}
         """The attributes that units have written in this segment, with the unit's name."""
@@ -79,6 +83,11 @@ class WriteRecorder:
     def _close(self) -> None:
         after = self._fingerprints(self._module)
         changed = _changed(self._before, after)
+        for key in changed - self._of_units.keys():
+            if names := _names_of_chosen(self._before.get(key), after[key]):
+                values = vars(_value(self._module, key))
+                self._chosen[key] = {name: values[name] for name in names}
+        changed -= self._chosen.keys()
         # A list of a unit may be an attribute of the module, too.
         aliases = {id(_value(self._module, key)): name for key, name in self._of_units.items()}
         for key in changed - self._of_units.keys():
@@ -128,7 +137,7 @@ class WriteRecorder:
     def end(self) -> StageWrites:
         """Ends the last segment; returns the record."""
         self._close()
-        return StageWrites(self._by_units, self._around, self._states)
+        return StageWrites(self._by_units, self._around, self._states, self._chosen)
 
 
 def _fingerprints(part: nn.Module, names: dict[int, str], *, parameters: bool) -> dict[Key, Any]:
@@ -220,8 +229,25 @@ def _fingerprint(value: Any, depth: int = 0) -> Any:
         # Tuples, such as shapes, are equal if their values are; other containers only if they are the same object.
         return (None if isinstance(value, tuple) else same), [_fingerprint(item, depth + 1) for item in items]
     if is_of_a_users_class(value) and hasattr(value, "__dict__"):
-        return same, _fingerprint(vars(value), depth + 1)
+        return same, {name: _fingerprint(of, depth + 1) for name, of in vars(value).items()}
     return same
+
+
+def _names_of_chosen(before: Any, after: Any) -> list[str]:
+    """Returns the attributes of an object that were None and are strings now, if nothing else of it has changed."""
+    if not (_is_of_object(before) and _is_of_object(after)) or before[0] != after[0]:
+        return []
+    names = [name for name in {**before[1], **after[1]} if before[1].get(name) != after[1].get(name)]
+    return names if all(before[1].get(name) == "None" and _is_word(after[1].get(name)) for name in names) else []
+
+
+def _is_of_object(fingerprint: Any) -> bool:
+    return isinstance(fingerprint, tuple) and isinstance(fingerprint[-1], dict)
+
+
+def _is_word(fingerprint: Any) -> bool:
+    """Whether a fingerprint is that of a string."""
+    return isinstance(fingerprint, str) and fingerprint[:1] in "'\""
 
 
 def _hooks_inside(name: str, unit: nn.Module) -> Iterator[tuple[str, dict[Place, Any]]]:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
+from torch.multiprocessing import ProcessRaisedException
 from torch.utils.data import DataLoader, TensorDataset
 
 from polyphase.engine import Engine
@@ -68,6 +69,54 @@ def test_backward_hooks_of_blocks_see_the_gradients_at_the_border_of_stages(add_
     flags = {"max_epochs": 1, "accelerator": "cpu", "check_first_steps": False}
     Engine(strategy="pp_fork", devices=3, **flags, **QUIET).fit(net, batches())
     assert largest_difference(net.state_dict(), plain_loop(Net(add_hooks))) <= 1e-6
+
+
+class Settings:
+    """A configuration that a model and its blocks share, as those of transformers do."""
+
+    def __init__(self) -> None:
+        self.scale = 0.5
+        self.kind: str | None = None
+        self.num_steps: int | None = None
+
+
+class Configured(Net):
+    """Decides after the blocks, once, what its first layer does from then on."""
+
+    def __init__(self, *, counts: bool = False) -> None:
+        super().__init__(lambda block: None)
+        self.settings, self.counts = Settings(), counts
+        for block in self.blocks:
+            block.settings = self.settings
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = self.into(batch[0]) * self.blocks[0].settings.scale * (2 if self.settings.kind == "classes" else 1)
+        for block in self.blocks:
+            x = block(x)
+        if self.settings.kind is None:
+            self.settings.kind = "classes"
+        if self.counts:
+            self.settings.num_steps = (self.settings.num_steps or 0) + 1
+        return nn.functional.cross_entropy(self.out(x), batch[1])
+
+
+@pytest.mark.parametrize("devices", [2, 3])
+def test_a_word_that_the_last_stage_chooses_once_is_known_to_all(devices):
+    net = Configured()
+    Engine(strategy="pp_fork:microbatches=4", devices=devices, max_epochs=1, accelerator="cpu", **QUIET).fit(
+        net, batches()
+    )
+    assert largest_difference(net.state_dict(), plain_loop(Configured())) <= 1e-6
+
+
+def test_an_object_in_which_the_last_stage_counts_is_not_read_on_another():
+    flags = {"max_epochs": 1, "accelerator": "cpu", **QUIET}
+    with pytest.raises(
+        ProcessRaisedException, match=r"reads 'settings' of .*, which `training_step` writes on another"
+    ):
+        Engine(strategy="pp_fork:microbatches=1,schedule=gpipe", devices=2, **flags).fit(
+            Configured(counts=True), batches()
+        )
 
 
 class Scaled(nn.Module):
