@@ -32,15 +32,16 @@ before any process starts; it says what is wrong, what is allowed, and the close
 _OPTIONS = f"""# Options of strategies and compressions
 
 {_MADE}Options follow the colon of a flag: `strategy="hsdp:replicate=2,shard=4"`, `compression="powersgd:4,start=100"`.
-`polyphase strategies NAME` prints the same in a terminal, and everything else about one of them. What they mean is in
-[All strategies](../strategies.md), [Pipelines](../pipeline.md) and [Compression](../compression.md).
+`polyphase strategies NAME` prints all of one. Each option is told once, where it first comes; where a kind of value stands
+in place of a default, the default is derived. More about them in [All strategies](../strategies.md),
+[Pipelines](../pipeline.md) and [Compression](../compression.md).
 
 """
 
 
 def pages() -> dict[str, str]:
     """Texts by the name of the file under ``docs/reference``."""
-    return {"flags.md": _FLAGS + "\n".join(_flags()) + "\n", "options.md": _OPTIONS + "\n".join(_all_options()) + "\n"}
+    return {"flags.md": _FLAGS + "\n".join(_flags()) + "\n", "options.md": _OPTIONS + "\n".join(_all_options())}
 
 
 # --- names of other tools
@@ -106,41 +107,59 @@ def _cell(text: str) -> str:
 
 
 def _all_options() -> Iterator[str]:
-    yield "## Strategies"
-    seen: dict[type, str] = {}
-    for name, row in STRATEGIES.items():
-        fields = dataclasses.fields(row.options)
-        if not fields:
-            continue
-        yield f"\n### `{name}`\n"
-        yield f"{_cell(row.description)}.\n"
-        if row.options in seen:
-            yield f"The options are those of [`{seen[row.options]}`](#{seen[row.options].replace('+', '')})."
-            continue
-        seen[row.options] = name
-        yield from _table(row.options)
-    yield "\n## Compressions"
-    for name, hook in HOOKS.items():
-        if dataclasses.fields(hook.options):
-            yield f"\n### `{name}`\n"
-            yield f"{_cell(hook.description.partition(': ')[0])}.\n"
-            yield from _table(hook.options)
+    for title, kinds in (
+        ("Strategies", {name: (row.description, row.options) for name, row in STRATEGIES.items()}),
+        ("Compressions", {name: (hook.description.partition(": ")[0], hook.options) for name, hook in HOOKS.items()}),
+    ):
+        yield f"## {title}"
+        told: dict[str, list[_Row]] = {}
+        for name, (description, options) in kinds.items():
+            if rows := list(_rows(options)):
+                yield f"\n### `{name}`\n\n{_cell(description)}."
+                yield from _section(rows, told)
+                told[name] = rows
+        yield ""
 
 
-def _table(options: type) -> Iterator[str]:
+_Row = tuple[str, str, str]
+
+
+def _section(rows: list[_Row], told: dict[str, list[_Row]]) -> Iterator[str]:
+    """Names the options that a section above tells, in the same words, and has a table of the others."""
+    within = [name for name, above in told.items() if set(above) <= set(rows)]
+    if within:
+        whole = max(within, key=lambda name: len(told[name]))
+        rows = [row for row in rows if row not in told[whole]]
+        yield f"All options of [`{whole}`](#{whole.replace('+', '')})."
+    elsewhere = {row: name for name, above in reversed(told.items()) for row in above if row in rows}
+    for where in dict.fromkeys(elsewhere.values()):
+        names = ", ".join(row[0] for row in rows if elsewhere.get(row) == where)
+        yield f"As under [`{where}`](#{where.replace('+', '')}): {names}."
+    if new := [row for row in rows if row not in elsewhere]:
+        yield "\n| option | meaning | default |\n|---|---|---|"
+        yield from (f"| {' | '.join(row)} |" for row in new)
+
+
+def _rows(options: type) -> Iterator[_Row]:
     texts, types = field_docs(options), typing.get_type_hints(options)
-    yield "| option | meaning | default | values |"
-    yield "|---|---|---|---|"
     for field in dataclasses.fields(options):
         text, type_ = texts.get(field.name, ""), types[field.name]
         default = default_of(field.default, type_, text)
-        shown = default if default == "derived" else f"`{default}`"
-        yield f"| `{field.name}` | {_cell(text)} | {shown} | {_values(type_)} |"
+        yield (
+            f"`{field.name}`",
+            _cell(text),
+            _values(type_) if default == "derived" else f"`{default}`{_others(type_, default)}",
+        )
+
+
+def _others(kind: typing.Any, default: str) -> str:
+    """The other values of an option that has some by name."""
+    values = typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ()
+    return "".join(f", `{value}`" for value in values if value != default)
 
 
 def _values(kind: typing.Any) -> str:
-    if typing.get_origin(kind) is typing.Literal:
-        return ", ".join(f"`{value}`" for value in typing.get_args(kind))
-    words = {int: "whole number", float: "number", bool: "`true`, `false`", str: "text"}
+    """The kind of value of an option whose default is derived."""
+    words = {int: "whole number", float: "number", bool: "`true` or `false`", str: "text"}
     kinds = [one for one in typing.get_args(kind) or (kind,) if one is not type(None)]
     return " or ".join(words.get(one, str(one)) for one in kinds)
