@@ -20,17 +20,30 @@ from benchmarks.report import slug
 from .run import STRATEGIES, TOLERANCE, Cell, num_devices, run
 
 _ROOT = Path(__file__).parents[2]
+_UNUSED = " with `find_unused_parameters=true`"
+_GENERAL = (
+    (r"^[Uu]nder '\w+' ", ""),
+    (r"^pipeline stage \d+ failed: ", ""),
+    (r"^(?:the forward of \w+, )?[\w.]+\.py:\d+ in \S+: \".*?\",? (?=\w+ )", "a line of the code "),
+    (r"(?:a line of the code )?where torch's DTensor raised \w+: ", "in torch's DTensor, "),
+    (r"^[A-Z]\w+ (?=optimizes|has no|steps)", "the module "),
+    (r"\b(layer|blocks) of [A-Z]\w+", r"\1"),
+    (r"(?<!\w)'[^']*'( of [A-Z]\w+)?( and \d+ more)?", "..."),
+    (r"\b(gradients|weights) of [\w.]+ and \d+ more", r"\1"),
+    (r" \([^()]*\)(?=[ ,])", ""),
+)
+"""What is one model's in a message: the flag, the line, the names of its class and of its parts."""
 _HEAD = """# Other people's models
 
 Tiny models of other packages, and modules of the kinds that people bring, each in a `LightningModule` as a user writes
 it, trained for 3 steps of SGD on {where} and compared with a plain PyTorch loop in one process. `make zoo`
 writes this page, from `tests/zoo`; {versions}.
 
-A number is the largest difference of a weight: at most {tolerance:.0e} counts as equal, and the loop itself moves
-weights by more than a hundred times that. Where a loss is no mean over samples, the loop takes the mean of the losses
-of the ranks' samples, or of the micro-batches, as any DDP does. "Runs" stands where nothing can be compared, since each
-rank draws random numbers of its own.
-What is refused is refused by name, before or in the first step; the number leads to the reason.
+A number is the largest difference of a weight: at most {tolerance:.0e} counts as equal, and the loop itself moves weights by more
+than a hundred times that. Where a loss is no mean over samples, the loop takes the mean of the losses of the ranks' samples, or
+of the micro-batches, as any DDP does. "Runs": each rank draws random numbers of its own, so nothing can be compared. With [u] the
+strategy has the option `find_unused_parameters=true`. What is refused is refused by name, before or in the first step; the
+number leads to the reason, and the error's text also names the part of the module, and a remedy.
 """
 
 
@@ -92,7 +105,8 @@ def _read(page: str) -> dict[str, Cell]:
             columns = line.removeprefix("| ").split(" | ")
             continue
         name, *shown = line.split(" | ")
-        for strategy, text in zip(columns, shown, strict=True):
+        for strategy, short in zip(columns, shown, strict=True):
+            text = short.replace(" [u]", _UNUSED)
             kind, _, detail = text.partition(" ")
             if reason := re.fullmatch(r"\[(\d+)\]", detail):
                 cells[f"{strategy}: {name.partition(' (')[0]}"] = Cell(kind, reasons[reason[1]].replace("]\\(", "]("))
@@ -127,6 +141,13 @@ def _page(groups: dict[str, dict], cells: dict[str, Cell], where: str) -> str:
     return "\n".join(parts)
 
 
+def _brief(reason: str) -> str:
+    """What a message says of every model: up to the remedy, without names."""
+    for pattern, general in _GENERAL:
+        reason = re.sub(pattern, general, reason)
+    return re.split(r"[:;] |(?<!\.)\. |(?<!\.)[:.]$", reason, maxsplit=1)[0]
+
+
 def _unlinked(reason: str) -> str:
     """A reason in which a shape and a placement, ``[8, 2](S(1))``, are no link."""
     return reason.replace("](", "]\\(")
@@ -136,10 +157,10 @@ def _shown(cell: Cell | None, reasons: dict[str, int]) -> str:
     if cell is None:
         return "not run"
     if cell.kind == "equal":
-        return cell.detail
+        return cell.detail.replace(_UNUSED, " [u]")
     if cell.kind == "runs":
-        return f"runs {cell.detail}".strip()
-    return f"{cell.kind} [{reasons.setdefault(cell.detail, len(reasons) + 1)}]"
+        return f"runs {cell.detail}".strip().replace(_UNUSED, " [u]")
+    return f"{cell.kind} [{reasons.setdefault(_brief(cell.detail), len(reasons) + 1)}]"
 
 
 if __name__ == "__main__":
