@@ -32,8 +32,8 @@ before any process starts; it says what is wrong, what is allowed, and the close
 _OPTIONS = f"""# Options of strategies and compressions
 
 {_MADE}Options follow the colon of a flag: `strategy="hsdp:replicate=2,shard=4"`, `compression="powersgd:4,start=100"`.
-`polyphase strategies NAME` prints all of one. Each option is told once, where it first comes; a kind of value, such as "whole
-number", stands in place of a default that is derived. More about them in [All strategies](../strategies.md),
+`polyphase strategies NAME` prints all of one. Each option is told once, where it first comes; a kind of value, such as
+"whole number", stands in place of a default that is derived. More about them in [All strategies](../strategies.md),
 [Pipelines](../pipeline.md) and [Compression](../compression.md).
 
 """

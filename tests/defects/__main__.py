@@ -16,11 +16,11 @@ _HEAD = """# Does the check of the first steps find what it is for?
 
 Each line takes out one thing by which a strategy computes what one process does, or refuses what it can't. Without it
 3 steps on 2 CPU processes end, without a word, with weights that differ from those of a plain PyTorch loop by the
-number shown. The last column is what `check_first_steps` says then: {found} of {number} are reported. What begins after
-the first two steps it can't see; [guarantees.md](guarantees.md) says what else. `python -m tests.defects` writes this
-page; {versions}.
+number shown. The last column is what `check_first_steps` says first, and how much more: {found} of {number} are reported. What
+begins after the first two steps it can't see; [guarantees.md](guarantees.md#the-first-steps-are-checked) says what
+else. `python -m tests.defects` writes this page; {versions}.
 
-| what goes wrong | strategy | weights or buffers differ by | `check_first_steps` says |
+| what goes wrong | strategy | weights differ by | said |
 |---|---|---|---|
 """
 
@@ -46,12 +46,18 @@ def main() -> int:
             [f"Python {platform.python_version()}", *(f"{name} {version(name)}" for name in ("torch", "lightning"))]
         )
         lines = [
-            f"| {name} | `{defects[name].strategy}` | {each.difference} | {each.report or '**nothing**'} |"
+            f"| {name} | `{defects[name].strategy}` | {each.difference} | {_first(each.report)} |"
             for name, each in found.items()
         ]
         head = _HEAD.format(found=reported, number=len(found), versions=said)
         asked.output.write_text(head + "\n".join(lines) + "\n")
     return 0
+
+
+def _first(report: str) -> str:
+    """The first difference of a report, and the number of the others."""
+    first, *others = report.split("; ")
+    return f"{first.removesuffix('.')}{f'; {len(others)} more' * bool(others)}" or "**nothing**"
 
 
 if __name__ == "__main__":

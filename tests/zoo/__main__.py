@@ -39,11 +39,12 @@ Tiny models of other packages, and modules of the kinds that people bring, each 
 it, trained for 3 steps of SGD on {where} and compared with a plain PyTorch loop in one process. `make zoo`
 writes this page, from `tests/zoo`; {versions}.
 
-A number is the largest difference of a weight: at most {tolerance:.0e} counts as equal, and the loop itself moves weights by more
-than a hundred times that. Where a loss is no mean over samples, the loop takes the mean of the losses of the ranks' samples, or
-of the micro-batches, as any DDP does. "Runs": each rank draws random numbers of its own, so nothing can be compared. With [u] the
-strategy has the option `find_unused_parameters=true`. What is refused is refused by name, before or in the first step; the
-number leads to the reason, and the error's text also names the part of the module, and a remedy.
+A number is the largest difference of a weight: at most {tolerance:.0e} counts as equal, and the loop itself moves
+weights by more than a hundred times that. Where a loss is no mean over samples, the loop takes the mean of the losses
+of the ranks' samples, or of the micro-batches, as any DDP does. "Runs": each rank draws random numbers of its own, so
+nothing can be compared. With [u] the strategy has the option `find_unused_parameters=true`. What is refused is
+refused by name, before or in the first step; the number leads to the reason, and the error's text also names the part
+of the module, and a remedy.
 """
 
 
