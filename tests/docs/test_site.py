@@ -18,7 +18,8 @@ REPOSITORY = (
 WITH_CODE = [page for page in PAGES if python_blocks(DOCS / f"{page}.md")]
 COMMANDS = [
     pytest.param(one, id=one.command)
-    for one in shown(DOCS / "reference" / "cli.md")
+    for path in (DOCS / "reference" / "cli.md", Path(__file__).with_name("commands.md"))
+    for one in shown(path)
     if one.command.split()[1] not in ("verify", "bench-comm")
 ]
 SOURCES = [path for name in ("engine", "callbacks", "doctor") for path in (ROOT / name).rglob("*.py")]
