@@ -11,14 +11,14 @@ from lightning.pytorch import Trainer
 from polyphase.engine import Engine
 from polyphase.engine.cli.strategies import default_of, field_docs
 from polyphase.engine.compression.registry import ROWS as HOOKS
-from polyphase.engine.flags import ARGUMENTS, VALUES, as_flag
+from polyphase.engine.flags import ARGUMENTS, VALUES
 from polyphase.engine.strategies.registry import STRATEGIES
 
 _MADE = "<!-- Made from the code by `make pictures`. -->\n\n"
 
 _OTHERS = f"""## Names of other tools
 
-{_MADE}Each of these names in `Engine(...)`, in the command or in its YAML files is an error that says what to write.
+{_MADE}A name on the right is an error in `Engine(...)`, in the command and in its YAML files, which says what to write.
 
 """
 _FLAGS = f"""# Flags
@@ -53,15 +53,11 @@ def with_names_of_other_tools(page: str) -> str:
 
 
 def _names_of_other_tools() -> Iterator[str]:
-    for tool, words in ARGUMENTS.items():
-        yield f"| {tool} | `Engine` | the command |\n|---|---|---|"
-        for word, target in words.items():
-            flag = as_flag(target)
-            yield f"| `{word}` | `{target}` | {f'`{flag}`' if flag.startswith('--') else ''} |"
-        yield ""
-    for kind, values in VALUES.items():
-        yield f"| `{kind}` elsewhere | here |\n|---|---|"
-        yield from (f"| `{word}` | `{target}` |" for word, target in values.items())
+    arguments = {word: target for words in ARGUMENTS.values() for word, target in words.items()}
+    for title, words in ("", arguments), *((f"`{kind}=`", values) for kind, values in VALUES.items()):
+        yield f"| {title or 'here'} | elsewhere |\n|---|---|"
+        for target in dict.fromkeys(words.values()):
+            yield f"| `{target}` | {', '.join(f'`{word}`' for word in words if words[word] == target)} |"
         yield ""
 
 

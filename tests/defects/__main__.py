@@ -16,9 +16,9 @@ _HEAD = """# Does the check of the first steps find what it is for?
 
 Each line takes out one thing by which a strategy computes what one process does, or refuses what it can't. Without it
 3 steps on 2 CPU processes end, without a word, with weights that differ from those of a plain PyTorch loop by the
-number shown. The last column is what `check_first_steps` says first, and how much more: {found} of {number} are reported.
-What begins after the first two steps it can't see; [guarantees.md](guarantees.md#the-first-steps-are-checked) says
-what else. `python -m tests.defects` writes this page; {versions}.
+number shown. In the last column is what `check_first_steps` says first, and how many things more: {found} of {number}
+are reported. What begins after the first two steps it can't see; guarantees.md says
+[what else](guarantees.md#the-first-steps-are-checked). `python -m tests.defects` writes this page; {versions}.
 
 | what goes wrong | strategy | weights differ by | said |
 |---|---|---|---|

@@ -225,7 +225,7 @@ class UnitOrder:
             f" from all ranks: {calls}. This step has changed no weights. Blocks that are skipped at random (LayerDrop,"
             " stochastic depth) or chosen by the data (experts) differ between ranks: run them always (set that"
             " probability to 0), or choose strategy='ddp:find_unused_parameters=true'. See \"What is sharded\" in"
-            " docs/strategies.md."
+            " docs/sharding.md."
         )
 
     def _said(self, call: Call, other: Call | None = None) -> str:
