@@ -1,6 +1,6 @@
 """The records of a rank: a line of JSON about the rank, and one line for each interval of optimizer steps.
 
-The file is ``<run>/doctor/rank_<r>.jsonl``; docs/doctor.md has the schema. Its size is limited: at `MAX_INTERVALS`
+The file is ``<run>/doctor/rank_<r>.jsonl``; docs/reference/doctor.md shows its fields. Its size is limited: at `MAX_INTERVALS`
 intervals, neighbours are merged, so that a long run has longer intervals and no time is lost.
 """
 

@@ -80,4 +80,4 @@ RULES = (
          of="share of a step in forward, backward and optimizer (on CPUs, and in collectives), if below it and"
             " without any other finding"),
 )  # fmt: skip
-"""All causes; docs/doctor.md has the same table."""
+"""All causes; docs/reference/doctor.md has the same table."""

@@ -41,6 +41,6 @@ def test_a_rank_that_is_missing_is_named():
 
 
 def test_the_page_has_the_table_of_the_rules():
-    text = (ROOT / "docs" / "doctor.md").read_text()
+    text = (ROOT / "docs" / "reference" / "doctor.md").read_text()
     for rule in RULES:
         assert f"| `{rule.cause}` | {rule.threshold:g} | {rule.of} |" in text, rule.cause
