@@ -1,7 +1,7 @@
 """The records of a rank: a line of JSON about the rank, and one line for each interval of optimizer steps.
 
-The file is ``<run>/doctor/rank_<r>.jsonl``; docs/reference/doctor.md shows its fields. Its size is limited: at `MAX_INTERVALS`
-intervals, neighbours are merged, so that a long run has longer intervals and no time is lost.
+The file is ``<run>/doctor/rank_<r>.jsonl``; docs/reference/doctor.md shows its fields. Its size is limited: at
+`MAX_INTERVALS` intervals, neighbours are merged, so that a long run has longer intervals and no time is lost.
 """
 
 import dataclasses
