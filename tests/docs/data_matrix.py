@@ -183,16 +183,15 @@ def page(folder: Path) -> str:
 
 _ABOVE = f"""# Which training data continue after a stop in mid-epoch
 
-Each row is a kind of training data, each column a question. A cell is what was found by training:
+What a resumed run trains on, found by training on it. The rules in short: [resuming](checkpoints.md#resuming).
 
-- *yes*: tried, and right.
-- *refused*: an error before the first step, which says what to do instead. Nothing was trained on wrong samples.
-- *no: ...*: it runs, but not so; what happens is in the cell.
-- *-*: the question does not arise, since the run was refused before.
+```python
+Engine(resume="auto", callbacks=[Snapshot(every_n_steps=500)]).fit(module, loader)
+```
 
-`python -m tests.docs.data_matrix` writes this page, and `make nightly` compares it with what is found again, except for
-libraries that are not installed. Rows of those stay as they are. The rules behind them:
-[checkpoints.md](checkpoints.md).
+A cell: *yes*: tried, and right. *refused*: an error before the first step, with a remedy. *-*: that run was refused
+before. `python -m tests.docs.data_matrix` writes this page, and `make nightly` compares it with what is found again
+(rows of libraries that are not installed stay).
 
 ## One process
 
@@ -201,10 +200,8 @@ A second run continued from it.
 
 """
 _BELOW = """
-- **resumed**: the second run trains on the batches that the first one trained on after its checkpoint, in the same
-  order, in that epoch and the three after it.
-- **other batch size** (4 rather than 3), **other `num_workers`** (1 rather than 0): in the second run. Each sample is
-  trained on once in the epoch that was stopped, both runs together, and once in each of the three after it.
+- **resumed**: it trains on the batches that the first one trained on after its checkpoint, in the same order.
+- **other batch size** (4 rather than 3), **other `num_workers`** (1 rather than 0): each sample once in each epoch.
 """
 _RANKS = f"""
 ## Two ranks
@@ -213,102 +210,54 @@ The same data and epochs under `ddp_fork` with {RANKS} processes; the checkpoint
 
 """
 _RANKS_BELOW = """
-- **each sample once**: each sample is trained on once in each of the four epochs, by one of the two ranks.
-- **evaluated once**: `validate` evaluates each sample once, on one of the two ranks.
-- **resumed**: with two ranks again, each rank trains on the batches of the run that was not stopped.
-- **resumed in one process**: each sample is trained on once in the epoch that was stopped, both runs together, and once
-  in each of the three after it.
+**resumed**: with two ranks, the batches of the run that was not stopped; **in one process**: each sample once in each
+epoch, both runs together.
 """
 _STOPS = """
 ## Launchers and stops
 
-Two ranks, a `Snapshot` every two steps. Each run was stopped in its first epoch, and started again with
-`resume="auto"` for the rest of it and one epoch or three more. *yes*: both runs together trained each rank on the
-batches, epoch by epoch, of a run that was not stopped. (Steps after the last snapshot are done again.) `make nightly`
-runs all of them again.
-
-- **`SIGTERM`** was sent to one of the ranks; both saved and stopped after the same step.
-- **`max_steps`** was reached.
-- **`kill -9`** ended one of the ranks, and the engine the other.
-
-Launchers: `ddp_fork` and `ddp_spawn` start workers by `multiprocessing`, `ddp` starts the script once more for each
-rank, and torchrun starts all of them.
+Two ranks, a `Snapshot` every two steps, stopped in the first epoch and started again with `resume="auto"`. *yes*: both
+runs together trained each rank on the batches of a run that was not stopped. `SIGTERM` and `kill -9` went to one of
+the ranks.
 
 """
 _LIBRARIES = f"""
 ## Public libraries
 
 {LIBRARY_SIZE} samples in 8 shards, batches of {LIBRARY_BATCH}, {LIBRARY_EPOCHS} epochs under `ddp` on 2 ranks; the
-checkpoint is of {LIBRARY_STOP} batches of each rank. A second run continued from it.
-
-- *once*: each sample is trained on once in each epoch; where the run was resumed, both runs together.
-- *same batches*: each rank trains on the batches of the run that was not stopped.
-- *refused by ...*: an error of the library's.
+checkpoint is of {LIBRARY_STOP} batches of each rank. *once*: each sample once in each epoch, both runs together. *same
+batches*: those of the run that was not stopped.
 
 """
 _LIBRARIES_BELOW = """
-MosaicML's streams find out their rank from `RANK`, `WORLD_SIZE`, `LOCAL_RANK` and `LOCAL_WORLD_SIZE` when they are
-made. `polyphase launch` and torchrun set these variables before the script starts. Without them, under `ddp`, the
-engine sets them in each rank when the run begins: make the data set in `train_dataloader()` or `setup()`. A data set
-that the script makes before `fit` is refused before any process starts.
-
-litdata's own loader applies a loaded state to the epoch after the resumed one, too, unless a pass is read to its end;
-the engine clears it as that epoch begins. It was tried on 1 and 2 ranks, with 0 and 2 workers, saved in mid-epoch and
-after an epoch's last batch; with other data sets than `StreamingDataset` it is refused. Under `tp` and `pp`, ranks that
-compute together need the same samples: a data set that divides itself among all ranks is refused there.
-
-`pip install "polyphase[data]"` installs `datasets` and `webdataset`. It does not install `litdata`, which requires
-torchvision, whose wheel on PyPI breaks the import of Lightning beside a CPU-only torch. Its rows, and those of
-`mosaicml-streaming`, were found in an environment of their own.
+- MosaicML's streams read their rank from variables that torchrun and `polyphase launch` set before the script starts,
+  and `ddp` when the run begins: make the data set in `train_dataloader()` or `setup()`.
+- litdata's loader was tried on 1 and 2 ranks, with 0 and 2 workers; only `StreamingDataset` is not refused.
+- Under `tp` and `pp` a data set that divides itself among all ranks is refused: ranks there need the same samples.
+- `pip install "polyphase[data]"` installs `datasets` and `webdataset`. `litdata` needs torchvision, whose wheel breaks
+  Lightning's import beside a CPU-only torch; its rows, and MosaicML's, are from an environment of their own.
 """
 _PROMISES = """
 ## What is promised
 
-**Seeds.** The order of samples is drawn as one process draws it: from the generator that you gave to the loader or the
-sampler, else from the global generators, which `seed_everything` seeds. Rank 0 sends their states to the other ranks
-when a pass over the data begins, and a checkpoint contains them. A run that is resumed needs the same data and the same
-sampler; it does not need the same seed.
+| data | a resumed run |
+|---|---|
+| order of samples | needs the same data and sampler, not the same seed: checkpoints have the generators' states |
+| augmentation, as many ranks and workers | draws the same numbers, from global generators and those of the data set |
+| augmentation, other ranks or workers | draws the same numbers with `seed_samples=True` |
+| a stream | needs as many ranks; without `state_dict` it is read again, and other batches than before are an error |
+| a stream with [shards](checkpoints.md#shards) | may have other ranks, workers and batches; a shard repeats itself |
+| a loader that is no `DataLoader`, with a `state_dict` | needs as many ranks, and on several `shards_itself` |
+| the same without a `state_dict` | is refused in mid-epoch |
+| loaders side by side | continues all; a rest that the ranks do not divide is refused |
+| `set_epoch`, or an attribute `epoch` | sets it again; if workers would not see it, that is an error |
 
-Two cases draw other orders for later epochs. Samplers without replacement still give each sample once; those with
-replacement draw other samples.
-
-- A run that continues with other ranks, batches or workers starts persistent workers (`persistent_workers=True`) anew,
-  and torch draws their seed first.
-- With `reload_dataloaders_every_n_epochs`, one run has workers and the other has none: workers also draw an order for
-  an iterator that Lightning makes of a new loader and does not use.
-
-**Augmentation.** With as many ranks and workers as before, a resumed run draws the random numbers that the run that was
-not stopped draws: from Python's, NumPy's and torch's global generators, and from generators that the data set holds (an
-attribute, also of a transform, a list, a `functools.partial` or a closure), in the main process and in workers. With
-other numbers of ranks or workers, give `seed_samples=True`: then the random numbers of a sample depend on seed, epoch
-and index alone.
-
-**Streams.** Each rank keeps its position in an `IterableDataset`, and a resumed run needs as many ranks. A stream
-without `state_dict` is read again up to that position, with the generators in the states in which the epoch began, so
-that it draws the same order. If it draws from global generators between its samples, in the main process, and the
-training draws from them, too, a warning says that other samples may come. If it yields other batches than before, as
-webdataset's `shuffle` without a seed does, that is an error.
-
-**Other loaders.** A loader of another class than `DataLoader` that has a `state_dict`, such as torchdata's
-`nodes.Loader`, continues on as many ranks. With several ranks it has to say whether it divides itself among them
-(`shards_itself = True`) or each rank reads all of it (`False`). Without a `state_dict` it is refused in mid-epoch.
-
-**Shards.** A stream with `shards_in_order = True` is divided by shards, and continues with any number of ranks, workers
-and samples in a batch. A shard that was begun continues after the last sample trained on, in the order that was drawn
-for it; without a `state_dict` it is read again up to there, and if it yields other samples each time, that is an error.
-A rank that has no samples left takes part with a batch that counts for nothing.
-
-**Several loaders.** Loaders that are read side by side (a dict or list of loaders, a `CombinedLoader`) continue
-together, each in its own order. On several ranks each of them needs a number of samples that the ranks divide, or
-`drop_last=True`; others are refused by name: see [guarantees.md](guarantees.md#batches). A checkpoint in mid-epoch may
-leave a number of samples that another number of ranks does not divide, which is refused, too. Shards of a stream beside
-other loaders continue on as many ranks. `mode="sequential"` is for evaluation: Lightning refuses it in training.
-
-**Epoch numbers.** What a hook gives a data set by `set_epoch`, or as its attribute `epoch`, a resumed run gives it
-again. If workers have started before that, and so would not see it, that is an error.
+Later epochs have another order, each sample still once, if a run with `persistent_workers=True` continues with other
+ranks, batches or workers, or if `reload_dataloaders_every_n_epochs` meets workers on one side only. A stream that draws
+from global generators in the main process, as training does, may yield other samples: a warning says so.
 
 **Not seen**: generators in modules, global variables or C extensions; generators of validation data; other global state
-that a data set changes, such as a counter or a cache. With another number of ranks, workers draw other numbers.
+that a data set changes. With another number of ranks, workers draw other numbers.
 """
 
 if __name__ == "__main__":
