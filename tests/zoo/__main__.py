@@ -39,12 +39,12 @@ Tiny models of other packages, and modules of the kinds that people bring, each 
 it, trained for 3 steps of SGD on {where} and compared with a plain PyTorch loop in one process. `make zoo`
 writes this page, from `tests/zoo`; {versions}.
 
-A number is the largest difference of a weight: at most {tolerance:.0e} counts as equal, and the loop itself moves
-weights by more than a hundred times that. Where a loss is no mean over samples, the loop takes the mean of the losses
-of the ranks' samples, or of the micro-batches, as any DDP does. "Runs": each rank draws random numbers of its own, so
-nothing can be compared. With [u] the strategy has the option `find_unused_parameters=true`. What is refused is
-refused by name, before or in the first step; the number leads to the reason, and the error's text also names the part
-of the module, and a remedy.
+A number is the largest difference of a weight under these strategies: at most {tolerance:.0e} counts as equal, and the
+loop itself moves weights by more than a hundred times that. Where a loss is no mean over samples, the loop takes the
+mean of the losses of the ranks' samples, or of the micro-batches, as any DDP does. "Runs": each rank draws random
+numbers of its own, so nothing can be compared. With [u] the strategy has the option `find_unused_parameters=true`. What
+is refused is refused by name, before or in the first step; the number leads to the reason, and the error's text also
+names the part of the module, and a remedy.
 """
 
 
@@ -100,20 +100,15 @@ def _read(page: str) -> dict[str, Cell]:
     """The cells of a page."""
     reasons = dict(re.findall(r"^(\d+)\. (.*)$", page, re.MULTILINE))
     cells = {}
-    columns: list[str] = []
-    for line in re.findall(r"^\| (?!---)(.+) \|$", page, re.MULTILINE):
-        if line.startswith("| "):
-            columns = line.removeprefix("| ").split(" | ")
-            continue
-        name, *shown = line.split(" | ")
-        for strategy, short in zip(columns, shown, strict=True):
-            text = short.replace(" [u]", _UNUSED)
-            kind, _, detail = text.partition(" ")
-            if reason := re.fullmatch(r"\[(\d+)\]", detail):
-                cells[f"{strategy}: {name.partition(' (')[0]}"] = Cell(kind, reasons[reason[1]].replace("]\\(", "]("))
-            elif kind == "runs" or kind[:1].isdigit():
-                of_number = Cell("runs", detail) if kind == "runs" else Cell("equal", text)
-                cells[f"{strategy}: {name.partition(' (')[0]}"] = of_number
+    for label, *columns in re.findall(r"^\| ([^|]+) \| ([^|]*) \| ([^|]*) \|$", page, re.MULTILINE):
+        for flags, text in re.findall(r"([\w, ]+): ([^;]+)", ";".join(columns)):
+            kind, _, number = text.strip().replace(" [u]", _UNUSED).rpartition("[")
+            if number.endswith("]"):
+                cell = Cell(kind.strip() or "refused", reasons[number[:-1]].replace("]\\(", "]("))
+            else:
+                cell = Cell("runs", number[5:]) if number.startswith("runs") else Cell("equal", number)
+            for flag in STRATEGIES if flags.strip() == "all" else flags.strip().split(", "):
+                cells[f"{flag}: {label.partition(' (')[0]}"] = cell
     return cells
 
 
@@ -131,9 +126,9 @@ def _page(groups: dict[str, dict], cells: dict[str, Cell], where: str) -> str:
     reasons: dict[str, int] = {}
     parts = [_HEAD.format(versions=said, tolerance=TOLERANCE, where=where)]
     for title, models in groups.items():
-        lines = [f"## {title}\n", f"| | {' | '.join(STRATEGIES)} |", "|---" * (1 + len(STRATEGIES)) + "|"]
+        lines = [f"## {title}\n", "| | equal | refused or warned |", "|---|---|---|"]
         for name, model in models.items():
-            row = [_shown(cells.get(f"{strategy}: {name}"), reasons) for strategy in STRATEGIES]
+            row = _row({strategy: cells.get(f"{strategy}: {name}") for strategy in STRATEGIES}, reasons)
             lines.append(f"| {name}{f' ({model.note})' if model.note else ''} | {' | '.join(row)} |")
         parts.append("\n".join(lines) + "\n")
     parts.append(
@@ -154,14 +149,33 @@ def _unlinked(reason: str) -> str:
     return reason.replace("](", "]\\(")
 
 
-def _shown(cell: Cell | None, reasons: dict[str, int]) -> str:
-    if cell is None:
-        return "not run"
-    if cell.kind == "equal":
-        return cell.detail.replace(_UNUSED, " [u]")
-    if cell.kind == "runs":
-        return f"runs {cell.detail}".strip().replace(_UNUSED, " [u]")
-    return f"{cell.kind} [{reasons.setdefault(_brief(cell.detail), len(reasons) + 1)}]"
+def _row(found: dict[str, Cell | None], reasons: dict[str, int]) -> list[str]:
+    """The two columns of a model: strategies that have the same cell stand together, with the largest difference."""
+    columns: tuple[dict[str, list[str]], dict[str, list[str]]] = ({}, {})
+    largest = max(
+        (cell.detail.partition(" ")[0] for cell in found.values() if cell and cell.kind == "equal"),
+        key=float,
+        default="",
+    )
+    for strategy, cell in found.items():
+        if cell is None:
+            columns[1].setdefault("not run", []).append(strategy)
+        elif cell.kind in ("equal", "runs"):
+            detail = (
+                cell.detail[len(cell.detail.partition(" ")[0]) :]
+                if cell.kind == "equal"
+                else f" {cell.detail}".rstrip()
+            )
+            text = f"{largest if cell.kind == 'equal' else 'runs'}{detail}".replace(_UNUSED, " [u]")
+            columns[0].setdefault(text, []).append(strategy)
+        else:
+            number = f"[{reasons.setdefault(_brief(cell.detail), len(reasons) + 1)}]"
+            columns[1].setdefault(number if cell.kind == "refused" else f"{cell.kind} {number}", []).append(strategy)
+    every = list(STRATEGIES)
+    return [
+        "; ".join(f"{'all' if flags == every else ', '.join(flags)}: {text}" for text, flags in column.items())
+        for column in columns
+    ]
 
 
 if __name__ == "__main__":
