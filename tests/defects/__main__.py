@@ -3,6 +3,7 @@
 import argparse
 import logging
 import platform
+import re
 import sys
 import warnings
 from importlib.metadata import version
@@ -16,9 +17,9 @@ _HEAD = """# Does the check of the first steps find what it is for?
 
 Each line takes out one thing by which a strategy computes what one process does, or refuses what it can't. Without it
 3 steps on 2 CPU processes end, without a word, with weights that differ from those of a plain PyTorch loop by the
-number shown. In the last column is what `check_first_steps` says first, and how many things more: {found} of {number}
-are reported. What begins after the first two steps it can't see; guarantees.md says
-[what else](guarantees.md#the-first-steps-are-checked). `python -m tests.defects` writes this page; {versions}.
+number shown. In the last column is the first thing that `check_first_steps` then finds different, and how many more:
+{found} of {number} are reported. It can't see what begins after the first two steps, nor
+[some other things](guarantees.md#the-first-steps-are-checked). `python -m tests.defects` writes this page; {versions}.
 
 | what goes wrong | strategy | weights differ by | said |
 |---|---|---|---|
@@ -55,9 +56,10 @@ def main() -> int:
 
 
 def _first(report: str) -> str:
-    """The first difference of a report, and the number of the others."""
-    first, *others = report.split("; ")
-    return f"{first.removesuffix('.')}{f'; {len(others)} more' * bool(others)}" or "**nothing**"
+    """What the first difference of a report is in, and the number of the others."""
+    first, *others = report.removeprefix("the ").split("; ")
+    kind = re.split(r" (?:of|is|in|has) ", first)[0].replace("gradient norm", "norm of all gradients")
+    return f"{kind}{f' + {len(others)}' * bool(others)}" or "**nothing**"
 
 
 if __name__ == "__main__":
