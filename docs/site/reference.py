@@ -70,17 +70,14 @@ def _flags() -> Iterator[str]:
     own = [
         name for name in parameters if name not in stock or name in ("strategy", "precision", "devices", "accelerator")
     ]
-    for title, names in (
-        ("## Of the engine, or with more values than in Lightning", own),
-        ("## Of Lightning, with the same meaning", [name for name in parameters if name not in own]),
-    ):
-        yield title
-        yield ""
-        yield "| flag | meaning | default |"
-        yield "|---|---|---|"
-        for name in names:
-            yield f"| `{name}` | {_cell(texts[name])} | {_default(parameters[name].default)} |"
-        yield ""
+    yield "## Of the engine, or with more values than in Lightning\n"
+    yield "| flag | meaning | default |\n|---|---|---|"
+    for name in own:
+        yield f"| `{name}` | {_cell(texts[name])} | {_default(parameters[name].default)} |"
+    yield "\n## Of Lightning, with the same meaning\n"
+    where = "https://lightning.ai/docs/pytorch/stable/common/trainer.html#trainer-flags"
+    yield f"`polyphase fit --help-all` prints them with their types; [Lightning's documentation]({where}) has more.\n"
+    yield ", ".join(f"`{name}`" for name in parameters if name not in own) + "."
 
 
 def _meanings() -> dict[str, str]:
@@ -104,14 +101,14 @@ def _cell(text: str) -> str:
 
 def _all_options() -> Iterator[str]:
     for title, kinds in (
-        ("Strategies", {name: (row.description, row.options) for name, row in STRATEGIES.items()}),
-        ("Compressions", {name: (hook.description.partition(": ")[0], hook.options) for name, hook in HOOKS.items()}),
+        ("Strategies", {name: row.options for name, row in STRATEGIES.items()}),
+        ("Compressions", {name: hook.options for name, hook in HOOKS.items()}),
     ):
         yield f"## {title}"
         told: dict[str, list[_Row]] = {}
-        for name, (description, options) in kinds.items():
+        for name, options in kinds.items():
             if rows := list(_rows(options)):
-                yield f"\n### `{name}`\n\n{_cell(description)}."
+                yield f"\n### `{name}`\n"
                 yield from _section(rows, told)
                 told[name] = rows
         yield ""
