@@ -154,7 +154,7 @@ _Fit = TypedDict(
         "global_step": Count,
         "state_dict": dict[str, Any],
         "loops": _Loops,
-        "callbacks": dict[str, Any],
+        "callbacks": dict,  # a callback may name its state by something else than a string
         "optimizer_states": list[dict[str, Any]],
         "lr_schedulers": list[dict | None],
     },

@@ -250,12 +250,19 @@ class AsyncCheckpointer:
         """Checks a checkpoint that is one file, before anything is restored from it; each rank reads a part of it.
 
         Raises:
+            FileNotFoundError: a rank does not see it.
             CheckpointError: it is damaged.
         """
         self.finish()
         group = self._ranks()
-        wrong = sorted({*chain.from_iterable(group.all_gather_object(wrong_in(path, (group.rank, group.size))))})
-        if wrong:
+        fs, fs_path = resolve(path)
+        own = wrong_in(path, (group.rank, group.size)) if fs.exists(fs_path) else None
+        by_rank = group.all_gather_object(own)
+        if None in by_rank:
+            ranks = [str(rank) for rank, wrong in enumerate(by_rank) if wrong is None]
+            where = "" if len(ranks) == group.size else f" on ranks {', '.join(ranks)}"
+            raise FileNotFoundError(f"Checkpoint file not found{where}: {path}")
+        if wrong := sorted({*chain.from_iterable(by_rank)}):
             raise damage(path, "; ".join(wrong))
 
     def note_file(self, path: str, text: str) -> None:

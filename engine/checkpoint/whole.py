@@ -55,16 +55,18 @@ _MANY_BYTES = 1 << 26
 """Values that even a small file may describe: lists that are in it several times, tensors that repeat elements."""
 
 
-def write_file(checkpoint: dict[str, Any], path: str) -> None:
-    """Writes a checkpoint as one file, atomically.
+def write_file(checkpoint: dict[str, Any], path: str) -> int:
+    """Writes a checkpoint as one file, atomically; returns its size in bytes.
 
     Raises:
         CheckpointError: `path` exists and is not ours.
     """
     with writing_file(path) as (stream, notes):
         torch.save(checkpoint, stream)
+        num_bytes = int(stream.tell())
     for note in notes:
         rank_zero_warn(note)
+    return num_bytes
 
 
 def read_file(
@@ -90,8 +92,14 @@ def read_file(
         return load_archive(stream, path, weights_only, mapped_path=mapped_path, map_location=map_location)
 
 
-def check_file_state(checkpoint: Any, path: object) -> None:
+def check_file_state(checkpoint: Any, path: object, *, takes_edits: bool = False) -> None:
     """Checks the content of a checkpoint that is one file, of the engine's or of Lightning's.
+
+    Args:
+        checkpoint: the content.
+        path: the file's name, for messages.
+        takes_edits: warn of a file that was opened, changed and saved again, and remove the engine's own entry, which
+            does not belong to what is in it now: it is as a file of Lightning's then.
 
     Raises:
         CheckpointError: the first field that is wrong, and what it should be.
@@ -100,17 +108,26 @@ def check_file_state(checkpoint: Any, path: object) -> None:
         raise CheckpointError(f"{path} is no checkpoint: it holds a {type(checkpoint).__name__}.")
     own = checkpoint.get(OURS)
     own = own if type(own) is dict else {}
-    manifest = None
-    if MANIFEST_KEY in own:  # the first that is read: the state of a newer version may have another form
-        manifest = parse_manifest(str(own[MANIFEST_KEY]).encode(errors="surrogatepass"), str(path))
+    edited: list[str] = []
+    if MANIFEST_KEY in own:  # stock Lightning's files and exported ones have none
+        # The first that is read: the state of a newer version may have another form.
+        saved = parse_manifest(str(own[MANIFEST_KEY]).encode(errors="surrogatepass"), str(path)).structures
+        present = structures_in(checkpoint)
+        edited = [name for name in {**saved, **present} if saved.get(name) != present.get(name)]
+    if edited and takes_edits:
+        own = {}
+        del checkpoint[OURS]
     try:
         check_state(checkpoint, own.get("ranks"), None)
     except CheckpointError as error:
         raise damage(path, str(error)) from None
-    if manifest is not None:  # stock Lightning's files and exported ones have none
-        for name, structure in structures_in(checkpoint).items():
-            if manifest.structures.get(name) != structure:
-                raise damage(path, f"{name} has other entries, or entries of other types, than were saved")
+    if edited and takes_edits:
+        rank_zero_warn(
+            f"{path} was changed after it was saved ({', '.join(edited)}): it is read as a file of Lightning's, without"
+            " the random state and the place in the data that the engine had saved with it."
+        )
+    elif edited:
+        raise damage(path, f"{edited[0]} has other entries, or entries of other types, than were saved")
 
 
 def structures_in(checkpoint: dict[str, Any]) -> dict[str, int]:
@@ -170,7 +187,7 @@ def refusal_of(checkpoint: dict[str, Any]) -> str | None:
     """Returns a warning if a file of `checkpoint` opens with ``weights_only=False`` only, else None."""
     content = io.BytesIO()
     # Plain tensors always open, and to open them all takes longer than to write them.
-    torch.save(mapped(_unless_plain, checkpoint), content)
+    torch.serialization.save(mapped(_unless_plain, checkpoint), content)  # `torch.save` may be counted
     content.seek(0)
     try:
         torch.load(content, map_location="cpu", weights_only=True)

@@ -13,6 +13,7 @@ A run that was stopped before its first snapshot is identified by its record, be
 """
 
 import csv
+import inspect
 import json
 import os
 import re
@@ -410,8 +411,8 @@ def kind_of(logger: Any) -> _LoggerKind | None:
     """Returns the kind of a logger; None for other loggers, and for subclasses that create their writer differently."""
     for kind in _KINDS:
         if isinstance(logger, kind.logger_class):
-            is_lightnings = type(logger).experiment is kind.logger_class.experiment  # type: ignore[attr-defined]
-            return kind if is_lightnings else None
+            own, lightnings = (inspect.getattr_static(of, "experiment") for of in (type(logger), kind.logger_class))
+            return kind if own is lightnings else None
     return None
 
 

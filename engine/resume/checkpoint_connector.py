@@ -36,6 +36,7 @@ from ..checkpoint import (
     to_lightning,
 )
 from ..checkpoint.checked_io import resolve
+from ..checkpoint.manifest import damage
 from ..checkpoint.run_record import RunRecord
 from ..checkpoint.single_file import OURS
 from ..checkpoint.state_tree import mapped
@@ -188,6 +189,8 @@ class CheckpointConnector(SavingConnector):  # Lightning: Trainer._checkpoint_co
             for path in seen.candidates:
                 try:
                     self._open(path, weights_only)
+                    if OURS not in (self._loaded_checkpoint or {}):
+                        raise damage(path, "it was changed after it was saved")
                 except CheckpointError as error:
                     failures.append(str(error))
                     damaged += [path] if error.is_damage else []

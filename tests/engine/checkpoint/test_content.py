@@ -279,3 +279,28 @@ def test_a_hostile_file_is_opened_or_refused(tmp_path, num_files):
             assert not is_whole
         os.remove(path)
     assert commands.main(["list", str(tmp_path)]) == 0
+
+
+def test_a_file_that_was_edited_is_one_of_lightnings(tmp_path):
+    """What people do to a checkpoint by hand: new weights, and optimizers that begin anew."""
+    path = tmp_path / "x.ckpt"
+    module = Scheduled()
+    trainer = engine(max_steps=2, default_root_dir=tmp_path)
+    trainer.fit(module, rows())
+    trainer.save_checkpoint(path)
+    content = torch.load(path, weights_only=True)
+    for state in content["optimizer_states"]:
+        state["state"] = {}
+    content["state_dict"] = {name: torch.zeros_like(t) for name, t in content["state_dict"].items()}
+    torch.save(content, path)
+    trainer = engine(max_steps=3, default_root_dir=tmp_path)
+    with pytest.warns(UserWarning, match=r"x\.ckpt was changed after it was saved \(optimizer_states\)"):
+        trainer.fit(Scheduled(), rows(), ckpt_path=path)
+    assert trainer.global_step == 3
+    steps = [state["step"] for state in trainer.optimizers[0].state.values()]
+    assert [float(step) for step in steps] == [1.0] * len(steps)
+
+
+def test_a_checkpoint_that_is_not_there_is_not_found(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"Checkpoint file not found: .*nowhere\.ckpt"):
+        engine(max_steps=1).fit(Scheduled(), rows(), ckpt_path=tmp_path / "nowhere.ckpt")
