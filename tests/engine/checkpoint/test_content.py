@@ -281,6 +281,7 @@ def test_a_hostile_file_is_opened_or_refused(tmp_path, num_files):
     assert commands.main(["list", str(tmp_path)]) == 0
 
 
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
 def test_a_file_that_was_edited_is_one_of_lightnings(tmp_path):
     """What people do to a checkpoint by hand: new weights, and optimizers that begin anew."""
     path = tmp_path / "x.ckpt"
@@ -293,7 +294,7 @@ def test_a_file_that_was_edited_is_one_of_lightnings(tmp_path):
         state["state"] = {}
     content["state_dict"] = {name: torch.zeros_like(t) for name, t in content["state_dict"].items()}
     torch.save(content, path)
-    trainer = engine(max_steps=3, default_root_dir=tmp_path)
+    trainer = engine(max_steps=3, max_epochs=5, default_root_dir=tmp_path)
     with pytest.warns(UserWarning, match=r"x\.ckpt was changed after it was saved \(optimizer_states\)"):
         trainer.fit(Scheduled(), rows(), ckpt_path=path)
     assert trainer.global_step == 3

@@ -118,11 +118,13 @@ def test_matrices_that_ranks_have_unequal_parts_of():
     expected, module = Row(), Row()
     optimizer = torch.optim.Muon([p for p in expected.parameters() if p.dim() == 2], lr=0.02)
     module.configure_optimizers = MethodType(muon_of_matrices, module)
-    for rows in ROWS[:24].split(12):
+    # More samples than a matrix has rows: Muon blows up the directions of a gradient that are nothing but rounding.
+    samples = torch.randn(96, 64, generator=torch.Generator().manual_seed(2))
+    for rows in samples.split(48):
         optimizer.zero_grad()
         expected.training_step([rows], 0).backward()
         optimizer.step()
-    loader = DataLoader(TensorDataset(ROWS[:24]), batch_size=4)
+    loader = DataLoader(TensorDataset(samples), batch_size=16)
     Engine(**QUIET, strategy="fsdp_fork", devices=3, max_epochs=1).fit(module, loader)
     assert largest_difference(module.state_dict(), expected.state_dict()) < 2**-8 * 0.04
 
