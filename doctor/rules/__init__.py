@@ -13,44 +13,38 @@ RULES = (
          of="share of the time in data wait: of one rank beyond the others, or of all"),
     Rule(cause="slow_copy", threshold=0.10, find=host.slow_copy, of="share of the time in copies to the device"),
     Rule(cause="slow_rank", threshold=0.15, find=ranks.slow_rank,
-         of="share of a step that one rank computes longer than the median of the others, and 1.2 times as long;"
-            " called uneven_data or busy_neighbour if samples or the run queue explain it"),
+         of="share of a step that one rank computes longer than the median of the others; or `uneven_data`,"
+            " `busy_neighbour`, if samples or the run queue explain it"),
     Rule(cause="unequal_stages", threshold=0.10, find=ranks.unequal_stages,
-         of="share of a step that the slowest pipeline stage computes longer than the mean, and 1.2 times as long;"
-            " called busy_neighbour if the run queue explains it"),
+         of="share of a step that the slowest pipeline stage computes longer than the mean; or `busy_neighbour`"),
     Rule(cause="few_micro_batches", threshold=0.18, find=ranks.few_micro_batches,
          of="share of the time in the bubble of a pipeline, mean over ranks"),
     Rule(cause="slow_callback", threshold=0.05, find=ranks.slow_callback, of="share of the time in one class's hooks"),
     Rule(cause="slow_logging", threshold=0.05, find=ranks.slow_logging, of="share of the time in loggers"),
     Rule(cause="checkpoint_stall", threshold=0.05, find=ranks.checkpoint_stall, of="share of the time in saves"),
     Rule(cause="exposed_communication", threshold=0.05, find=ranks.exposed_communication,
-         of="share of the time in exposed communication, mean over ranks (on CPUs 0.15, and as many times"
-            " that as ranks outnumber them); called"
-            " sync_while_accumulating if gradients are averaged 1.5 times or more for an optimizer step, small_buckets"
-            " below bucket_cap_mb=1, small_units if fsdp or hsdp gather 8 times a step or more, less than 1 MB each,"
-            " and underused_link below 0.6 of the rate of a large all-reduce"),
+         of="share of the time in exposed communication, on CPUs 0.15 or more; or `sync_while_accumulating`,"
+            " `small_buckets` (below 1 MiB), `small_units` (8 gathers a step of less than 1 MB),"
+            " `underused_link` (below 0.6 of a large all-reduce's rate)"),
     Rule(cause="costly_compression", threshold=COSTLY_COMPRESSION, find=network.costly_compression,
-         of="share of a step by which gradients take longer with the compression than in a plain all-reduce at the"
-            " end of training; judged if communication took 0.15 of the time"),
+         of="share of a step by which gradients take longer with the compression than in a plain all-reduce"),
     Rule(cause="slow_link", threshold=0.4, find=network.slow_link,
-         of="at most this share of the rate of fast links, between two ranks on different hosts; measured at the end"
-            " of training, if communication took 0.15 of the time"),
+         of="at most this share of the rate of fast links, between ranks on different hosts"),
     Rule(cause="device_reads", threshold=1, find=device.device_reads,
          of="reads of an accelerator in the `training_step` that was checked"),
     Rule(cause="unfused_optimizer", threshold=0.05, find=device.unfused_optimizer,
-         of="share of the time of an accelerator in an optimizer's step that one kernel could do (`fused=True`)"),
+         of="share of the time in an optimizer's step that one kernel could do (`fused=True`)"),
     Rule(cause="host_bound", threshold=0.3, find=host.host_bound,
          of="share of the time that the calls of operators take, by the time of a minimal operator"),
     Rule(cause="thread_oversubscription", threshold=0.10, find=host.thread_oversubscription,
          of="share of the time without a CPU, if there are more threads than CPUs"),
     Rule(cause="cpu_shortage", threshold=0.15, find=host.cpu_shortage,
-         of="share of the time that every rank spends without a CPU, if there are no more threads than CPUs; called"
-            " busy_neighbour if there are no more ranks than CPUs either, or the ranks leave half of them idle"),
+         of="the same on every rank, if there are no more threads than CPUs; or `busy_neighbour`, if there are no"
+            " more ranks than CPUs either"),
     Rule(cause="full_memory", threshold=0.9, find=device.full_memory,
          of="largest allocated share of a device's memory; or torch had to free memory that it had reserved"),
     Rule(cause="unused_memory", threshold=0.7, find=device.unused_memory,
-         of="largest allocated share of the devices' memory, if below it while they compute at less than 0.3 of the"
-            " peak rate"),
+         of="largest allocated share of the devices' memory, below it, at less than 0.3 of the peak rate"),
     Rule(cause="full_shared_memory", threshold=0.9, find=host.full_shared_memory,
          of="largest used share of a host's `/dev/shm`"),
     Rule(cause="swapping", threshold=1.0, find=host.swapping,
@@ -77,7 +71,6 @@ RULES = (
     Rule(cause="varying_steps", threshold=0.15, find=ranks.varying_steps,
          of="share of the time in which even the rank that waits least waits for the others"),
     Rule(cause="low_compute", threshold=0.85, find=host.low_compute, is_last=True,
-         of="share of a step in forward, backward and optimizer (on CPUs, and in collectives), if below it and"
-            " without any other finding"),
+         of="share of a step in forward, backward and optimizer, below it and without any other finding"),
 )  # fmt: skip
 """All causes; docs/reference/doctor.md has the same table."""
