@@ -216,9 +216,9 @@ epoch, both runs together.
 _STOPS = """
 ## Launchers and stops
 
-Two ranks, a `Snapshot` every two steps, stopped in the first epoch and started again with `resume="auto"`. *yes*: both
-runs together trained each rank on the batches of a run that was not stopped. `SIGTERM` and `kill -9` went to one of
-the ranks.
+Two ranks, a `Snapshot` every two steps, stopped in the first epoch by `max_steps`, by `SIGTERM` and by `kill -9` of one
+rank, and started again with `resume="auto"`. *yes*: each time both runs together trained each rank on the batches of a
+run that was not stopped.
 
 """
 _LIBRARIES = f"""

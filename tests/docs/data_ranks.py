@@ -173,6 +173,9 @@ def stop_row(launcher: str, folder: Path, kind: str) -> list[str]:
 
 
 def stop_table(folder: Path) -> list[list[str]]:
-    """A row for each kind of training data and launcher of `STOPPED`."""
-    rows = [["", "", *(f"`{stop}`" for stop in STOPS)], ["---"] * (2 + len(STOPS))]
-    return rows + [[kind, name, *stop_row(name, folder, kind)] for kind, name in STOPPED]
+    """A row for each kind of training data, a column for each launcher: yes, or what each stop came to."""
+    rows = [["", *LAUNCHERS], ["---"] * (1 + len(LAUNCHERS))]
+    for kind in STOPPED_KINDS:
+        found = [stop_row(name, folder, kind) for name in LAUNCHERS]
+        rows.append([kind, *("yes" if {*cells} == {"yes"} else "; ".join(cells) for cells in found)])
+    return rows
