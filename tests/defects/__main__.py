@@ -1,4 +1,4 @@
-"""Takes out what prevents each defect, and writes docs/defects.md: ``python -m tests.defects``."""
+"""Takes out what prevents each defect, and writes its results: ``python -m tests.defects``."""
 
 import argparse
 import logging
@@ -13,13 +13,15 @@ from .defects import DEFECTS
 from .mends import MENDS
 from .run import Found, run
 
+_PAGE = Path(__file__).parents[2] / "benchmarks" / "results" / "defects-cpu.md"
 _HEAD = """# Does the check of the first steps find what it is for?
 
 Each line takes out one thing by which a strategy computes what one process does, or refuses what it can't. Without it
 3 steps on 2 CPU processes end, without a word, with weights that differ from those of a plain PyTorch loop by the
 number shown. In the last column is the first thing that `check_first_steps` then finds different, and how many more:
 {found} of {number} are reported. It can't see what begins after the first two steps, nor
-[some other things](guarantees.md#the-first-steps-are-checked). `python -m tests.defects` writes this page; {versions}.
+[some other things](../../docs/guarantees.md#the-first-steps-are-checked). `python -m tests.defects` writes
+this page; {versions}.
 
 | what goes wrong | strategy | weights differ by | said |
 |---|---|---|---|
@@ -30,7 +32,7 @@ def main() -> int:
     """Runs all of them, or those that are asked for."""
     parser = argparse.ArgumentParser(prog="python -m tests.defects", description=__doc__)
     parser.add_argument("--only", default="", help="run those whose names have this in it, and write nothing")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parents[2] / "docs" / "defects.md")
+    parser.add_argument("--output", type=Path, default=_PAGE)
     asked = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
