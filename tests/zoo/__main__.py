@@ -39,12 +39,13 @@ Tiny models of other packages, and modules of the kinds that people bring, each 
 it, trained for 3 steps of SGD on {where} and compared with a plain PyTorch loop in one process. `make zoo`
 writes this page, from `tests/zoo`; {versions}.
 
-A number is the largest difference of a weight under these strategies: at most {tolerance:.0e} counts as equal, and the
-loop itself moves weights by more than a hundred times that. Where a loss is no mean over samples, the loop takes the
-mean of the losses of the ranks' samples, or of the micro-batches, as any DDP does. "Runs": each rank draws random
-numbers of its own, so nothing can be compared. With [u] the strategy has the option `find_unused_parameters=true`. What
-is refused is refused by name, before or in the first step; the number leads to the reason, and the error's text also
-names the part of the module, and a remedy.
+The number is the largest difference of a weight under {strategies}, but for the strategies of the last
+column: at most {tolerance:.0e} counts as equal, and the loop itself moves weights by more than a hundred
+times that. Where a loss is no mean over samples, the loop takes the mean of the losses of the ranks' samples,
+or of the micro-batches, as any DDP does. "Runs": each rank draws random numbers of its own, so nothing can be
+compared. A number in brackets: refused by name (or warned of), before or in the first step; the number leads
+to the reason, and the error's text also names the part of the module, and a remedy. [u]: with the option
+`find_unused_parameters=true`.
 """
 
 
@@ -100,16 +101,20 @@ def _read(page: str) -> dict[str, Cell]:
     """The cells of a page."""
     reasons = dict(re.findall(r"^(\d+)\. (.*)$", page, re.MULTILINE))
     cells = {}
-    for label, *columns in re.findall(r"^\| ([^|]+) \| ([^|]*) \| ([^|]*) \|$", page, re.MULTILINE):
-        for flags, text in re.findall(r"([\w, ]+): ([^;]+)", ";".join(columns)):
-            kind, _, number = text.strip().replace(" [u]", _UNUSED).rpartition("[")
-            if number.endswith("]"):
-                cell = Cell(kind.strip() or "refused", reasons[number[:-1]].replace("]\\(", "]("))
-            else:
-                cell = Cell("runs", number[5:]) if number.startswith("runs") else Cell("equal", number)
-            for flag in STRATEGIES if flags.strip() == "all" else flags.strip().split(", "):
-                cells[f"{flag}: {label.partition(' (')[0]}"] = cell
-    return cells
+    for label, shown, others in re.findall(r"^\| ([^|]+) \| ([^|]*) \| ([^|]*) \|$", page, re.MULTILINE):
+        name = label.partition(" (")[0]
+        for flag in STRATEGIES:
+            cells[f"{flag}: {name}"] = Cell("runs", "") if shown == "runs" else Cell("equal", shown)
+        for flags, text in re.findall(r"([\w, ]+): ([^;]+)", others):
+            kind, _, number = text.strip().removesuffix("]").rpartition("[")
+            for key in (f"{flag}: {name}" for flag in flags.strip().split(", ")):
+                if number == "u":
+                    cells[key] = cells[key]._replace(detail=f"{cells[key].detail}{_UNUSED}".strip())
+                elif number in reasons:
+                    cells[key] = Cell(kind.strip() or "refused", reasons[number].replace("]\\(", "]("))
+                else:  # not run
+                    del cells[key]
+    return {key: cell for key, cell in cells.items() if cell.detail or cell.kind == "runs"}
 
 
 def _place(accelerator: str) -> tuple[str, Path]:
@@ -124,9 +129,13 @@ def _page(groups: dict[str, dict], cells: dict[str, Cell], where: str) -> str:
     packages = ("torch", "lightning", "transformers", "peft", "diffusers")
     said = ", ".join([f"Python {platform.python_version()}", *(f"{name} {version(name)}" for name in packages)])
     reasons: dict[str, int] = {}
-    parts = [_HEAD.format(versions=said, tolerance=TOLERANCE, where=where)]
+    parts = [
+        _HEAD.format(
+            versions=said, tolerance=TOLERANCE, where=where, strategies=", ".join(f"`{name}`" for name in STRATEGIES)
+        )
+    ]
     for title, models in groups.items():
-        lines = [f"## {title}\n", "| | equal | refused or warned |", "|---|---|---|"]
+        lines = [f"## {title}\n", "| | equal | but |", "|---|---|---|"]
         for name, model in models.items():
             row = _row({strategy: cells.get(f"{strategy}: {name}") for strategy in STRATEGIES}, reasons)
             lines.append(f"| {name}{f' ({model.note})' if model.note else ''} | {' | '.join(row)} |")
@@ -150,32 +159,20 @@ def _unlinked(reason: str) -> str:
 
 
 def _row(found: dict[str, Cell | None], reasons: dict[str, int]) -> list[str]:
-    """The two columns of a model: strategies that have the same cell stand together, with the largest difference."""
-    columns: tuple[dict[str, list[str]], dict[str, list[str]]] = ({}, {})
-    largest = max(
-        (cell.detail.partition(" ")[0] for cell in found.values() if cell and cell.kind == "equal"),
-        key=float,
-        default="",
-    )
+    """The two columns of a model: the largest difference where it is equal, and strategies of which there is more."""
+    numbers = [cell.detail.partition(" ")[0] for cell in found.values() if cell and cell.kind == "equal"]
+    runs = any(cell and cell.kind == "runs" for cell in found.values())
+    others: dict[str, list[str]] = {}
     for strategy, cell in found.items():
         if cell is None:
-            columns[1].setdefault("not run", []).append(strategy)
-        elif cell.kind in ("equal", "runs"):
-            detail = (
-                cell.detail[len(cell.detail.partition(" ")[0]) :]
-                if cell.kind == "equal"
-                else f" {cell.detail}".rstrip()
-            )
-            text = f"{largest if cell.kind == 'equal' else 'runs'}{detail}".replace(_UNUSED, " [u]")
-            columns[0].setdefault(text, []).append(strategy)
-        else:
+            others.setdefault("not run", []).append(strategy)
+        elif cell.kind not in ("equal", "runs"):
             number = f"[{reasons.setdefault(_brief(cell.detail), len(reasons) + 1)}]"
-            columns[1].setdefault(number if cell.kind == "refused" else f"{cell.kind} {number}", []).append(strategy)
-    every = list(STRATEGIES)
-    return [
-        "; ".join(f"{'all' if flags == every else ', '.join(flags)}: {text}" for text, flags in column.items())
-        for column in columns
-    ]
+            others.setdefault(number if cell.kind == "refused" else f"{cell.kind} {number}", []).append(strategy)
+        elif _UNUSED.strip() in cell.detail:
+            others.setdefault("[u]", []).append(strategy)
+    shown = "runs" if runs else max(numbers, key=float, default="")
+    return [shown, "; ".join(f"{', '.join(flags)}: {text}" for text, flags in others.items())]
 
 
 if __name__ == "__main__":

@@ -1,11 +1,15 @@
 """A sample of the zoo; all of it by ``make zoo``."""
 
+import re
+
 import pytest
 
+from tests.distributed import ROOT
 from tests.pairs import nightly
 
 from . import methods, plain
-from .run import Cell, largest_difference, run
+from .__main__ import _read, _row
+from .run import STRATEGIES, Cell, largest_difference, run
 
 MODELS = {**plain.MODELS, **methods.MODELS}
 SAMPLE = [
@@ -23,6 +27,16 @@ SAMPLE = [
 def test_equal_or_refused_by_name(strategy, name, kind, detail):
     found = run(MODELS[name], strategy)
     assert (found.kind, detail in found.detail) == (kind, True), found
+
+
+def test_the_page_is_read_as_it_is_written():
+    page = (ROOT / "docs" / "models.md").read_text()
+    cells = _read(page)
+    assert [key for key, cell in cells.items() if not cell.is_good] == []
+    reasons = {reason: int(number) for number, reason in re.findall(r"^(\d+)\. (.*)$", page, re.MULTILINE)}
+    for name in MODELS:
+        row = _row({strategy: cells[f"{strategy}: {name}"] for strategy in STRATEGIES}, reasons)
+        assert re.search(rf"^\| {re.escape(name)}( \(.*\))? \| {re.escape(' | '.join(row))} \|$", page, re.MULTILINE)
 
 
 @pytest.mark.parametrize("name", ["batch norm", *nightly("spectral norm")])
