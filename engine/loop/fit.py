@@ -39,6 +39,7 @@ class FitLoop(_FitLoop):
     is_cut_short = False
     """Whether the latest epoch ended, by `max_steps` or `should_stop`, before its data did."""
     _num_lossless_epochs = 0
+    _has_warned_of_steps = False
 
     def run(self) -> None:
         """Runs all epochs."""
@@ -160,7 +161,7 @@ class FitLoop(_FitLoop):
                     f"fit has nothing to train on: {_describe_no_batches(self._combined_loader.flattened)}."  # type: ignore[union-attr]
                 )
         elif not trainer.lightning_module.automatic_optimization:
-            return
+            self._check_steps()
         elif not all(isinstance(optimizer, _MockOptimizer) for optimizer in trainer.optimizers):
             self._check_losses()
 
@@ -184,6 +185,18 @@ class FitLoop(_FitLoop):
         if self._num_lossless_epochs > 1 or self._is_last_epoch():
             raise NothingTrainedError(f"{message}; or use manual optimization (automatic_optimization = False).")
         rank_zero_warn(f"{message}; if the next epoch has no loss either, the run ends with an error.")
+
+    def _check_steps(self) -> None:
+        """Warns once if manual optimization has made no step that counts, as one of an optimizer of the user's own."""
+        num_batches, module = self.epoch_loop.batch_progress.total.ready, self.trainer.lightning_module
+        if self._has_warned_of_steps or self.epoch_loop.global_step or num_batches <= 2:
+            return
+        self._has_warned_of_steps = True
+        rank_zero_warn(
+            f"{type(module).__name__} has made no step of an optimizer in its first {num_batches} batches: global_step"
+            " is 0, so that max_steps is never reached and nothing is saved by steps. Return the optimizers from"
+            " `configure_optimizers`, and take those that step from `self.optimizers()`."
+        )
 
     def _is_last_epoch(self) -> bool:
         trainer: Any = self.trainer

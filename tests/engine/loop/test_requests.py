@@ -193,7 +193,12 @@ def test_some_batches_and_one_epoch_may_be_skipped():
         engine(max_epochs=3).fit(Silent(lossless=range(1)), rows())
     engine(max_epochs=3).fit(Silent(lossless=range(1, 3)), rows())  # and later any number
     engine(fast_dev_run=True).fit(Silent(lossless=range(9)), rows())
-    engine().fit(Silent(lossless=range(9), manual=True), rows())
+
+
+def test_manual_optimization_whose_steps_do_not_count_is_warned_of():
+    """As with optimizers that the module makes and steps itself."""
+    with pytest.warns(UserWarning, match="Silent has made no step of an optimizer in its first 4 batches: global_step"):
+        engine(max_epochs=2).fit(Silent(lossless=range(9), manual=True), rows())
 
 
 def test_without_optimizers_nothing_is_to_be_trained():
