@@ -4,14 +4,14 @@ Phases of an interval's end, on all ranks:
 1. each rank reads its clock (no collective, no wait for the device);
 2. one gather on the hosts' group: 12 numbers, and two for each step: its time, and that in collectives. The time
    by which a rank waits longer in a step than the rank that waits least is the wait for slower ranks;
-3. each rank appends a line to its own file, and rank 0 logs the mean shares.
+3. each rank appends a line to its own file, and rank 0 logs the mean shares of ten intervals at a time.
 """
 
 import os
 import socket
 import time
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -46,6 +46,9 @@ _WARMUP_STEPS = 3
 """Number of first optimizer steps that form a separate interval."""
 _INTERVAL_STEPS = 50
 """Optimizer steps between two records if `log_every_n_steps=0` turns logging off."""
+_INTERVALS_OF_A_POINT = 10
+"""Number of intervals whose shares are logged as one point: there are twelve of them, beside the few values that a run
+logs in each interval."""
 _NUM_SENT, _NUM_SENT_FAR = 8, 64
 """Number of intervals that a rank sends to rank 0 at the end: from the same host, which has the files, or another."""
 
@@ -58,8 +61,8 @@ class Doctor(Summarized):
     accelerators they are measured on the compute stream, by events that are read an interval later.
 
     Each rank appends a line an interval to ``doctor/rank_<r>.jsonl`` in the run's folder of logs; rank 0 logs
-    ``doctor/<phase>``, the shares of the time, mean over ranks. The lines at the end of the run show the main findings;
-    ``polyphase doctor RUN_DIR`` shows all of them. See docs/doctor.md.
+    ``doctor/<phase>``, the shares of the time in ten intervals, mean over ranks. The lines at the end of the run show
+    the main findings; ``polyphase doctor RUN_DIR`` shows all of them. See docs/doctor.md.
 
     Args:
         every_n_steps: optimizer steps of an interval; None for the trainer's `log_every_n_steps`.
@@ -116,6 +119,8 @@ class Doctor(Summarized):
         self._notes = Notes(folder, _describe(trainer))
         self._first_step = self._step = self._noted_step = trainer.global_step
         self._run, self.last = None, {}
+        self._logged_step = self._first_step
+        self._unlogged: list[tuple[float, dict[str, float]]] = []  # wall time and shares of intervals
         self._every = self.every_n_steps or trainer.log_every_n_steps or _INTERVAL_STEPS
         self._marks_backward = trainer.world_size > 1 and not can.runs_own_schedule
         self._has_fillers = trainer.data_size > 1
@@ -205,11 +210,9 @@ class Doctor(Summarized):
                 self._note(trainer, is_warmup=True)
         elif step // every != self._noted_step // every:
             self._note(trainer)
-            if trainer.is_global_zero and trainer.log_every_n_steps:
+            if len(self._unlogged) == _INTERVALS_OF_A_POINT:
                 outer = clock.enter("logging")
-                for logger in trainer.loggers:
-                    logger.log_metrics(self.last, step=step)
-                self._boards.shares(self._shares, step)
+                self._log(trainer)
                 clock.enter(outer)
 
     def _count_samples(self, batch: Any) -> None:
@@ -225,7 +228,6 @@ class Doctor(Summarized):
         assert clock is not None
         measured = clock.take(waits=is_last)
         steps = self._split_waits(trainer, measured, is_warmup)
-        self._shares = measured.shares()
         self.last = {f"doctor/{phase}": share for phase, share in measured.mean_shares().items()}
         interval = Interval(
             step=self._step,
@@ -245,8 +247,22 @@ class Doctor(Summarized):
             **self._watched(trainer, is_warmup, is_last),
         )
         self._notes.add(interval)
+        if not is_warmup:
+            self._unlogged.append((interval.wall_s, self.last))
         self._noted_step = self._step
         self._begin()
+
+    def _log(self, trainer: Any) -> None:
+        """Logs the shares of the intervals since the last point as one point."""
+        parts, self._unlogged = self._unlogged, []
+        if not parts or self._step == self._logged_step:
+            return
+        self._logged_step = self._step
+        if trainer.is_global_zero and trainer.log_every_n_steps:
+            wall_s = max(sum(wall_s for wall_s, _ in parts), 1e-12)
+            shares = {name: sum(wall * last[name] for wall, last in parts) / wall_s for name in self.last}
+            for logger in trainer.loggers:
+                logger.log_metrics(shares, step=self._step)
 
     def _watched(self, trainer: Any, is_warmup: bool, is_last: bool) -> dict[str, Any]:
         """Returns the measurements, by the field names of an `Interval`."""
@@ -280,11 +296,10 @@ class Doctor(Summarized):
         if self._clock is None:
             return
         self._note(trainer, is_warmup=self._noted_step == self._first_step, is_last=True)
+        self._log(trainer)
         self._end()
         self._notes.close()
-        kept = self._notes.intervals
-        while len(kept) > (_NUM_SENT if self._host == socket.gethostname() else _NUM_SENT_FAR):
-            kept = compact(kept)
+        kept = compact(self._notes.intervals, _NUM_SENT if self._host == socket.gethostname() else _NUM_SENT_FAR)
         records = trainer.all_ranks.gather_object((vars(self._notes.info), [vars(interval) for interval in kept]))
         if trainer.is_global_zero:
             parts = [(RankInfo(**info), [Interval(**fields) for fields in intervals]) for info, intervals in records]
@@ -374,43 +389,25 @@ class _Boards:
     def __init__(self, loggers: Sequence[Any], world_size: int) -> None:
         self._boards = [logger for logger in loggers if isinstance(logger, TensorBoardLogger)]
         self._num_ranks = min(world_size, _NUM_RANKS) if world_size > 1 else 0
-        self._has_layout = False
-
-    def shares(self, by_rank: Sequence[Mapping[str, float]], step: int) -> None:
-        """Writes the shares of an interval.
-
-        Args:
-            by_rank: shares of each rank by phase.
-            step: the optimizer step at the end of the interval.
-        """
-        self._lay_out()
-        shares = {
-            f"doctor/rank_{rank}/{phase}": share
-            for rank, phases in enumerate(by_rank[: self._num_ranks])
-            for phase, share in phases.items()
-        }
-        if shares:
-            for board in self._boards:
-                board.log_metrics(shares, step=step)
 
     def verdict(self, run: Run, step: int) -> None:
-        """Writes the verdict, and at each interval the memory of each rank and the rates of its device."""
+        """Writes the layout of charts, the verdict, and the shares, the memory and the rates of each rank."""
         self._lay_out()
         text = "\n".join(_markdown(run))
         for board in self._boards:
             for rank in sorted(run.intervals)[: max(self._num_ranks, 1)]:
-                for interval in run.intervals[rank]:
+                for interval in compact(run.intervals[rank], _NUM_SENT):
                     memory = {"rss_mb": interval.rss_mb, "device_mb": interval.device_mb}
                     numbers = {f"doctor/{name}/rank_{rank}": mb for name, mb in memory.items() if mb is not None}
                     rates = Figures({rank: run.ranks[rank]}, {rank: interval}).rates(rank) if interval.num_steps else {}
                     numbers |= {f"doctor/{name}/rank_{rank}": rate for name, rate in rates.items()}
+                    if self._num_ranks and interval.num_steps:
+                        shares = {phase: seconds / interval.wall_s for phase, seconds in interval.seconds.items()}
+                        numbers |= {f"doctor/rank_{rank}/{phase}": share for phase, share in shares.items()}
                     board.log_metrics(numbers, step=interval.step)
             board.experiment.add_text("doctor/verdict", text, global_step=step)
 
     def _lay_out(self) -> None:
-        if self._has_layout:
-            return
-        self._has_layout = True
         charts = {"shares of the time, mean over ranks": [f"doctor/{phase}" for phase in PHASES]}
         for rank in range(self._num_ranks):
             charts[f"shares of the time, rank {rank}"] = [f"doctor/rank_{rank}/{phase}" for phase in PHASES]

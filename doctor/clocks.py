@@ -90,14 +90,6 @@ class Measured:
         self.seconds.update(self._by_rank[rank])
         return num_steps
 
-    def shares(self) -> list[dict[str, float]]:
-        """Returns the shares of the phases, for each rank with measurements."""
-        walls = [max(sum(seconds.values()), 1e-12) for seconds in self._by_rank]
-        return [
-            {phase: seconds[phase] / wall for phase in PHASES}
-            for seconds, wall in zip(self._by_rank, walls, strict=True)
-        ]
-
     def mean_shares(self) -> dict[str, float]:
         """Returns the shares of the phases, mean over the ranks that are known."""
         walls = [max(sum(seconds.values()), 1e-12) for seconds in self._by_rank]

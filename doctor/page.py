@@ -307,10 +307,7 @@ def _rect(x: float, y: float, width: float, height: float, fill: str, tip: str) 
 
 
 def _columns(intervals: Sequence[Interval]) -> list[Interval]:
-    columns = list(intervals)
-    while len(columns) > _MAX_COLUMNS:
-        columns = compact(columns)
-    return columns
+    return compact(list(intervals), _MAX_COLUMNS)
 
 
 def _busy(intervals: Sequence[Interval]) -> list[float]:

@@ -62,12 +62,14 @@ _OF_INTERVAL: dict[str, Any] = {
 }
 
 
-def compact(intervals: list[Interval]) -> list[Interval]:
-    """Merges pairs of neighbouring intervals; the warm-up stays separate."""
+def compact(intervals: list[Interval], most: int) -> list[Interval]:
+    """Merges pairs of neighbouring intervals until there are at most `most`; the warm-up stays separate."""
     warmup = [interval for interval in intervals if interval.is_warmup]
     rest = intervals[len(warmup) :]
-    pairs = zip(rest[::2], rest[1::2], strict=False)
-    return [*warmup, *(first.joined(second) for first, second in pairs), *(rest[-1:] if len(rest) % 2 else [])]
+    while len(warmup) + len(rest) > max(most, len(warmup) + 1):
+        last = rest[-1:] if len(rest) % 2 else []
+        rest = [*(first.joined(second) for first, second in zip(rest[::2], rest[1::2], strict=False)), *last]
+    return [*warmup, *rest]
 
 
 @dataclasses.dataclass
@@ -123,7 +125,7 @@ class Notes:
         """Adds an interval."""
         self.intervals.append(interval)
         if len(self.intervals) > MAX_INTERVALS:
-            self.intervals = compact(self.intervals)
+            self.intervals = compact(self.intervals, MAX_INTERVALS)
             self._write_all()
         elif self._file is not None:
             self._file.write(f"{interval.line()}\n")

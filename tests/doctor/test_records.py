@@ -6,6 +6,7 @@ import json
 import pytest
 
 from polyphase.doctor import MAX_INTERVALS, Interval, compact, read_run, slowest_hooks, write_rank
+from polyphase.doctor.records import Notes
 
 from .runs import info, interval
 
@@ -58,12 +59,22 @@ def test_errors_say_what_is_wrong(tmp_path):
 def test_joining_loses_no_second_and_no_step(number):
     warmup = dataclasses.replace(interval(3, 3), is_warmup=True)
     noted = [warmup, *(interval(10 * i, 10, data_wait=i) for i in range(number))]
-    joined = compact(noted)
+    joined = compact(noted, number)
     assert len(joined) == 1 + -(-number // 2)
     assert joined[0] == warmup
     for total in (lambda each: each.wall_s, lambda each: each.num_steps, lambda each: each.seconds["data_wait"]):
         assert sum(map(total, joined)) == pytest.approx(sum(map(total, noted)))
     assert joined[-1].step == noted[-1].step
+
+
+def test_a_long_run_keeps_as_many_intervals_as_a_short_one_and_loses_no_step(tmp_path):
+    notes = Notes(str(tmp_path), info())
+    for number in range(4 * MAX_INTERVALS):
+        notes.add(interval(50 * number, 50))
+        assert len(notes.intervals) <= MAX_INTERVALS
+    notes.close()
+    assert sum(each.num_steps for each in notes.intervals) == 50 * 4 * MAX_INTERVALS
+    assert len((tmp_path / "rank_0.jsonl").read_text().splitlines()) <= MAX_INTERVALS + 1
 
 
 def test_means_are_over_the_looks_however_intervals_are_joined():
