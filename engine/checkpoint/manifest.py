@@ -30,6 +30,7 @@ __all__ = [
     "REST",
     "TENSORS",
     "CheckpointError",
+    "Kind",
     "Manifest",
     "NewerFormatError",
     "damage",
@@ -56,8 +57,8 @@ FORMAT = 2
 """Version of the directory format; other versions are refused."""
 
 _FILES = re.compile(r"(rest|ranks)\.pt|tensors\.json|shard-\d+-\d+\.safetensors")
-_RESERVED = re.compile(r"\.(lock|run\.json.*|polyphase|(saving|replaced|link)-.*|nfs.*)", re.DOTALL)
-"""Names that `locks`, `run_record`, `publish` and NFS use in a folder of checkpoints."""
+_RESERVED = re.compile(r"\.(lock|run\.json.*|index\.jsonl.*|polyphase|(saving|replaced|link)-.*|nfs.*)", re.DOTALL)
+"""Names that `locks`, `run_record`, `folder_index`, `publish` and NFS use in a folder of checkpoints."""
 _MOST_BYTES = 1 << 26
 _CRC_MOST = (1 << 32) - 1
 _MOST_TIME_S = 253402300799

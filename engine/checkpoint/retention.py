@@ -8,6 +8,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from ..flags import check_count
 from .checked_io import resolve
+from .folder_index import FolderIndex
 from .manifest import (
     MANIFEST,
     CheckpointError,
@@ -54,8 +55,13 @@ class Pruned(NamedTuple):
     """Messages about damaged or unfinished checkpoints, with the reason why they were not removed."""
 
 
-def list_entries(folder: str | os.PathLike[str]) -> list[Entry]:
-    """Lists a folder's checkpoints, newest first, then directories and `.ckpt` files that are not checkpoints."""
+def list_entries(folder: str | os.PathLike[str], index: FolderIndex | None = None) -> list[Entry]:
+    """Lists a folder's checkpoints, newest first, then directories and `.ckpt` files that are not checkpoints.
+
+    Args:
+        folder: local or an fsspec URL.
+        index: knows checkpoints that are then not opened; their manifests have no files, layout and versions.
+    """
     fs, root = resolve(folder)
     fs.invalidate_cache(root)
     entries = []
@@ -67,7 +73,9 @@ def list_entries(folder: str | os.PathLike[str]) -> list[Entry]:
         name = os.path.basename(place.rstrip("/"))
         if is_reserved(name) and not name.startswith(LEFTOVERS):
             continue
-        if fs.isdir(place):
+        if index is not None and not name.startswith(LEFTOVERS) and (manifest := index.manifest(path)) is not None:
+            entries.append(Entry(path, "checkpoint", manifest))
+        elif fs.isdir(place):
             entries.append(_entry(fs, place, path))
         elif (entry := _entry_of_file(path)) is not None:
             entries.append(entry)

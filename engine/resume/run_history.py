@@ -14,6 +14,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from ..checkpoint import AsyncCheckpointer
 from ..checkpoint.checked_io import resolve
+from ..checkpoint.folder_index import FolderIndex
 from ..checkpoint.manifest import CheckpointError, Manifest
 from ..checkpoint.ownership import path_status
 from ..checkpoint.publish import set_aside
@@ -59,6 +60,7 @@ class RunHistory:
         self._entries: list[Entry] = []
         self._folder: str | None = None
         self._record: RunRecord | None = None
+        self._index: FolderIndex | None = None
 
     # --- before the run
 
@@ -74,7 +76,8 @@ class RunHistory:
             return Seen([], [], None, None)
         fs, root = resolve(self._folder)
         if fs.isdir(root):
-            self._entries = list_entries(self._folder)
+            self._index = FolderIndex(self._folder)
+            self._entries = list_entries(self._folder, self._index)
         newest = max((entry.manifest.sequence for entry in self._entries if entry.manifest is not None), default=0)
         unreadable = ("damaged", "unfinished") if os.path.isdir(root) else ("damaged",)
         return Seen(
@@ -115,6 +118,8 @@ class RunHistory:
         config = self._trainer.config.as_plain
         self._record = RunRecord(self.run.id, self.run.lineage, bool(steps), newest, batches, tuple(loggers), config)
         write_record(self._folder, self._trainer.default_root_dir, self._record)
+        self._index = self._index or FolderIndex(self._folder)
+        self._index.write((entry.path, entry.manifest) for entry in self._entries if entry.manifest is not None)
 
     def set_aside(self, paths: list[str]) -> None:
         """Renames damaged checkpoints, which then count no longer; called by all ranks, before `begin`."""
@@ -156,6 +161,8 @@ class RunHistory:
         if self._ledger is None or self._folder is None or os.path.dirname(path) != self._folder.rstrip("/"):
             return
         self._ledger.note_published(path, manifest)
+        if self._index is not None:
+            self._index.add(path, manifest)
         if self._record is not None and not self._record.has_saved:
             self._record = self._record._replace(has_saved=True, step=manifest.step)
             write_record(self._folder, self._trainer.default_root_dir, self._record)
@@ -163,6 +170,8 @@ class RunHistory:
     def _removed(self, path: str) -> None:
         if self._ledger is not None:
             self._ledger.note_removed(path)
+        if self._index is not None:
+            self._index.remove(path)
 
 
 def _is_newer(entry: Entry, newest: int) -> bool:

@@ -176,7 +176,9 @@ def test_no_name_leads_out_of_the_folder(tmp_path):
     assert os.listdir(tmp_path) == ["a"]
 
 
-@pytest.mark.parametrize("name", [".lock", ".run.json", ".run.json.0123456789ab", ".polyphase", ".nfs000000000001"])
+@pytest.mark.parametrize(
+    "name", [".lock", ".index.jsonl", ".run.json", ".run.json.0123456789ab", ".polyphase", ".nfs000000000001"]
+)
 def test_names_that_are_no_checkpoints_are_not_looked_into(tmp_path, name):
     save(tmp_path / "step=1", 1)
     shutil.copytree(tmp_path / "step=1", tmp_path / name)
