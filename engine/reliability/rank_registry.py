@@ -2,7 +2,8 @@
 
 All reports go through the job's key-value store, over a connection of its own, which the trainer's thread can't block.
 Each rank writes its own keys. One store serves all ranks, so what a rank reads on each beat does not grow with their
-number: a key by which it knows that all are connected, and the beats of a few ranks of other machines.
+number: a key by which it knows that all are connected, the processes of a few ranks that it does not know yet, and the
+beats of a few ranks of other machines.
 """
 
 import os
@@ -39,9 +40,10 @@ _STORE_TIMEOUT_S = 10.0
 ALL_CONNECTED = "polyphase/process/all"
 """The key that rank 0 writes when all ranks are connected."""
 _MAX_CHECKED = 8
-"""The number of ranks whose keys each beat reads: of those that are not connected yet, in turn; and of those of other
-machines. Of the latter, one half are always the next ones after this rank, so that a machine that is lost is noticed at
-once by the ranks before its own; the other half are all the rest, in turn."""
+"""The number of ranks whose keys each beat reads: of those that are not known yet, in turn, beginning with rank 0,
+which may host the store, and the ones next to this rank, which are on this machine; and of those of other machines. Of
+the latter, one half are always the next ones after this rank, so that a machine that is lost is noticed at once by the
+ranks before its own; the other half are all the rest, in turn."""
 
 
 _PROCESS: Fields = {"host": str, "space": str, "pid": int, "address": str, "port": int}
@@ -93,14 +95,19 @@ class RankRegistry:
         self.job.store.set_timeout(timedelta(seconds=_STORE_TIMEOUT_S))
         self._run = run
         self._number = 0
-        self._last_checked = -1
+        self._unknown = sorted(self.others, key=lambda rank: abs(rank - self.rank) if rank else 0)
+        """The ranks whose processes are not known yet, in the order in which they are looked for."""
+        self._are_all_connected = False
+        self._elsewhere: list[int] = []
+        """The known ranks of other machines, beginning with the one after this rank."""
         self._turn = 0
         self._last_heard: dict[int, tuple[int, float]] = {}
         """The number of each rank's last beat, and the time when that was first read."""
         self.processes: dict[int, dict[str, Any]] = {}
-        """Host and process id of the other ranks that are connected, by rank."""
-        self._local: dict[int, psutil.Process] = {}
-        """The processes of this machine. psutil has noted their start times, so a changed clock does not matter."""
+        """Host and process id of the other ranks that are known to be connected, by rank."""
+        self._local: dict[int, psutil.Process | None] = {}
+        """The processes of this machine; None for one that has ended before it was seen. psutil has noted their start
+        times, so a changed clock does not matter."""
         self.last: dict[int, dict[str, Any]] = {}
         """The last beat that was read of each rank."""
         self.me = this_process()
@@ -115,19 +122,33 @@ class RankRegistry:
         return self._read({self._key(kind, rank): rank for rank in ranks}, _FIELDS[kind])
 
     def beat(self, report: dict[str, Any]) -> None:
-        """Publishes the position of this rank, and looks for ranks that have connected since the last beat."""
+        """Publishes the position of this rank, and looks for some of the ranks that it does not know yet."""
         accept_probes()
         self._number += 1
         self.publish("beat", {"number": self._number, **self.me, **report})
-        if absent := self.absent:
-            if len(absent) > _MAX_CHECKED and not self.job.has(ALL_CONNECTED):
-                absent = ([rank for rank in absent if rank > self._last_checked] + absent)[:_MAX_CHECKED]
-                self._last_checked = absent[-1]
-            processes = self._read({process_key(rank): rank for rank in absent}, _PROCESS)
-            self.processes = {**self.processes, **processes}
-            for rank in filter(self.is_local, self.processes.keys() - self._local.keys()):
-                with suppress(psutil.NoSuchProcess, ValueError, OverflowError):
-                    self._local[rank] = psutil.Process(self.processes[rank]["pid"])
+        self._look_for(self._unknown[:_MAX_CHECKED])
+
+    def look_for_all(self) -> None:
+        """Reads the processes of all ranks that are not known yet, which a rank does once, to report of them."""
+        with suppress(RuntimeError):
+            self._look_for(self._unknown)
+
+    def _look_for(self, ranks: list[int]) -> None:
+        if not ranks:
+            return
+        if len(self._unknown) > _MAX_CHECKED and not self._are_all_connected:
+            self._are_all_connected = self.job.has(ALL_CONNECTED)
+        seen = self._read({process_key(rank): rank for rank in ranks}, _PROCESS)
+        self.processes = {**self.processes, **seen}
+        due = set(ranks)
+        unknown = [*(rank for rank in self._unknown if rank not in due), *ranks]
+        self._unknown = [rank for rank in unknown if rank not in self.processes]
+        for rank in filter(self.is_local, seen):
+            self._local[rank] = None
+            with suppress(psutil.NoSuchProcess, ValueError, OverflowError):
+                self._local[rank] = psutil.Process(self.processes[rank]["pid"])
+        elsewhere = [*self._elsewhere, *(rank for rank in seen if not self.is_local(rank))]
+        self._elsewhere = sorted(elsewhere, key=lambda rank: (rank - self.rank) % self.world_size)
 
     def _key(self, kind: str, rank: int) -> str:
         return f"polyphase/watch/{self._run}/{kind}/{rank}"
@@ -138,7 +159,7 @@ class RankRegistry:
     @property
     def absent(self) -> list[int]:
         """The ranks that are not connected yet."""
-        return [rank for rank in self.others if rank not in self.processes]
+        return [] if self._are_all_connected else sorted(self._unknown)
 
     def beats(self, ranks: Iterable[int] | None = None) -> dict[int, dict[str, Any]]:
         """Returns the positions of the other ranks; the last known ones, if the store can't be read.
@@ -152,23 +173,21 @@ class RankRegistry:
 
     def _due(self) -> list[int]:
         """Returns the ranks of other machines whose beats are read now."""
-        elsewhere = [rank for rank in self.processes if not self.is_local(rank)]
-        elsewhere.sort(key=lambda rank: (rank - self.rank) % self.world_size)
         half = _MAX_CHECKED // 2
-        near, rest = elsewhere[:half], elsewhere[half:]
+        near, rest = self._elsewhere[:half], self._elsewhere[half:]
         start = self._turn % len(rest) if rest else 0
         self._turn = start + half
         return near + (rest[start:] + rest[:start])[:half]
 
     def ended_ranks(self) -> list[int]:
         """Returns the ranks on this machine whose processes have ended before their run was over."""
-        ended = [rank for rank in self.processes if self.is_local(rank) and has_ended(self._local.get(rank))]
+        ended = [rank for rank, process in list(self._local.items()) if has_ended(process)]
         beats = self.beats(ended)
         return [rank for rank in ended if not _has_left(beats.get(rank))]
 
     def has_ended(self, rank: int) -> bool:
         """Whether a rank's process is on this machine and has ended; makes no call of the store."""
-        return self.is_local(rank) and has_ended(self._local.get(rank))
+        return rank in self._local and has_ended(self._local[rank])
 
     def silent(self, clock: float, longest_s: float) -> dict[int, float]:
         """Returns ranks of other machines without a recent beat, with the seconds since their last one.
@@ -202,7 +221,7 @@ class RankRegistry:
 
     def on_other_hosts(self, address: str | None = None) -> list[int]:
         """Returns the running ranks of other machines; of the one with this address or name, if it is given."""
-        ranks = [rank for rank in self.processes if not (self.is_local(rank) or _has_left(self.last.get(rank)))]
+        ranks = [rank for rank in sorted(self._elsewhere) if not _has_left(self.last.get(rank))]
         places = {rank: (self.processes[rank]["address"], self.processes[rank]["host"]) for rank in ranks}
         return [rank for rank in ranks if address is None or address in places[rank]]
 
@@ -224,7 +243,10 @@ class RankRegistry:
 
     def forget(self, ranks: list[int]) -> None:
         """Drops ranks without which the run continues."""
-        self.others = [rank for rank in self.others if rank not in ranks]
+        gone = set(ranks)
+        self.others, self._unknown, self._elsewhere = (
+            [rank for rank in kind if rank not in gone] for kind in (self.others, self._unknown, self._elsewhere)
+        )
         for by_rank in (self.processes, self._local, self.last, self._last_heard):
             for rank in ranks:
                 by_rank.pop(rank, None)

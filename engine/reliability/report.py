@@ -116,8 +116,12 @@ def connection_lost(peers: RankRegistry, error: BaseException, reporter: int) ->
 
     Waits some seconds for heartbeats of the ranks at the other end.
     """
-    address = _PEER.search(str(error))
-    ranks = peers.on_other_hosts(address[1].removeprefix("::ffff:") if address else None)
+    match = _PEER.search(str(error))
+    address = match[1].removeprefix("::ffff:") if match else None
+    ranks = peers.on_other_hosts(address)
+    if not ranks:
+        peers.look_for_all()
+        ranks = peers.on_other_hosts(address)
     if not ranks:
         return None
     failure = {"rank": ranks[0], "kind": HOST_LOST, "by": reporter}

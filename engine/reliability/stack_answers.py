@@ -103,6 +103,8 @@ class StackAnswers:
         """
         entry = self._entry
         request = None if entry is None else entry.take(".ask")
+        if request is not None and peers is not None:
+            peers.look_for_all()
         elsewhere = [] if peers is None else peers.on_other_hosts()
         if entry is not None and isinstance(request, str):
             entry.write(f".answer-{request}", {**self._answer(request), "elsewhere": elsewhere})

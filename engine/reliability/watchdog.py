@@ -67,6 +67,8 @@ _SLOW_START = 3.0
 _CONNECTING_S, _IMPORTING_S = 30.0, 60.0
 """The least times that this rank waits for others to connect: for ranks that were started at the same time as this one,
 and for those that this one has started, which have yet to import their packages."""
+_FIRST_TO_REPORT = 8
+"""The number of ranks that report a hang first; if they do not, as many more in the next period, then twice as many."""
 _MENTION_S = 15.0
 """The time after which a rank says for which others it waits."""
 
@@ -177,7 +179,7 @@ class Watchdog:
                 self.peers.beat({**self.heartbeat.report(), "phase": LEFT})
 
     def _period_s(self) -> float:
-        has_met = self.peers is not None and len(self.peers.processes) == len(self.peers.others)
+        has_met = self.peers is not None and not self.peers.absent
         if has_met or self.world_size == 1:
             return _PERIOD_S
         return min(_PERIOD_S, max(_MEETING_PERIOD_S, self.world_size / _MOST_BEATS_PER_S))
@@ -204,7 +206,12 @@ class Watchdog:
         return report["pending"] is not None or (device is not None and device.type != "cpu")
 
     def _is_too_long(self, report: dict[str, Any], still_s: float) -> bool:
-        return self._timeout_s is not None and still_s >= self._longest_s(self._timeout_s, self._absent(report))
+        if self._timeout_s is None:
+            return False
+        # All ranks hang at once, and the first that reports it reads what every rank has said: ranks 0 to 7 begin, and
+        # with each period as many more again, if none of them could.
+        turn_s = (self.heartbeat.rank // _FIRST_TO_REPORT).bit_length() * _PERIOD_S
+        return still_s >= self._longest_s(self._timeout_s, self._absent(report)) + turn_s
 
     def _longest_s(self, timeout_s: float, absent: list[int]) -> float:
         """The longest time at this position, while this rank waits for those that are `absent`."""

@@ -344,6 +344,7 @@ def test_any_rank_of_another_machine_that_falls_silent_is_noticed(monkeypatch):
         for rank in set(range(32)) - {12}:  # which has connected, and ended before its first beat
             number = 1 if rank in (4, 20) else second + 1
             jobs[rank].write(f"polyphase/watch/test/beat/{rank}", {**report(1), **this_process(), "number": number})
+        peers.beat(report(1))
         noticed += peers.silent(float(second), 10.0)
     assert set(noticed) == {4, 12, 20}
 
