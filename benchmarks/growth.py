@@ -14,8 +14,8 @@
 - The store: what each rank asks the job's store for in a second, by the engine's own functions against a store that
   counts, with a simulated clock (`_store_load.py`); 16 ranks are driven.
 
-Each contestant runs in a process of its own, as often as there are rounds; the tables have medians. 10,000 layers, and
-more than 2 ranks, run once.
+Each contestant runs in a process of its own, as often as there are rounds; the tables have medians. Of set-up, only the
+smallest runs more than once.
 """
 
 import argparse
@@ -347,31 +347,35 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()
-    only, rounds, tables = arguments.only or ["set-up", "saves", "old", "store"], arguments.rounds, []
-    if "set-up" in only:
-        sizes = [(layers, 2) for layers in arguments.layers]
-        sizes += [(min(arguments.layers), ranks) for ranks in arguments.ranks]
-        rows = [
-            set_up_row(strategy, layers, ranks, 1 if layers > 1000 or ranks > 2 else rounds)
-            for layers, ranks in sizes
-            for strategy in ("ddp", "fsdp")
-        ]
-        tables.append(Table(title="Set-up", rows=rows))
+    only, rounds, tables = arguments.only or ["saves", "old", "store", "set-up"], arguments.rounds, []
+    command = " ".join(["python benchmarks/growth.py", *_given(arguments, parser)])
+
+    def report(table: Table) -> None:
+        """After each table: one that ends the process loses no other."""
+        tables.append(table)
+        write_report(arguments.output / "growth-cpu.md", "Growth", about(command), tables, plot=False)
+
     if "saves" in only:
-        tables += [
-            saves_table(f"{arguments.mib:,} MiB in 30 tensors", 10, arguments.mib * 2**20, rounds),
-            saves_table(
-                f"{3 * arguments.tensors:,} small tensors", arguments.tensors, arguments.tensors * 12 * 8, rounds
-            ),
-        ]
+        report(saves_table(f"{arguments.mib:,} MiB in 30 tensors", 10, arguments.mib * 2**20, rounds))
+        small = f"{3 * arguments.tensors:,} small tensors"
+        report(saves_table(small, arguments.tensors, arguments.tensors * 12 * 8, rounds))
     if "old" in only:
-        rows = [old_row(number, rounds) for number in arguments.old]
-        tables.append(Table(title="Old checkpoints", rows=rows))
+        report(Table(title="Old checkpoints", rows=[old_row(number, rounds) for number in arguments.old]))
     if "store" in only:
         rows = [row for ranks in arguments.store_ranks for row in store_rows(ranks)]
-        tables.append(Table(title="What ranks ask the store for", rows=rows))
-    command = " ".join(["python benchmarks/growth.py", *_given(arguments, parser)])
-    write_report(arguments.output / "growth-cpu.md", "Growth", about(command), tables, plot=False)
+        report(Table(title="What ranks ask the store for", rows=rows))
+    if "set-up" in only:
+        smallest = min(arguments.layers)
+        for title, sizes in (
+            ("Set-up by ranks", [(smallest, ranks) for ranks in arguments.ranks]),
+            ("Set-up by layers", [(layers, 2) for layers in arguments.layers]),
+        ):
+            rows = [
+                set_up_row(strategy, layers, ranks, rounds if (layers, ranks) == (smallest, 2) else 1)
+                for layers, ranks in sizes
+                for strategy in ("ddp", "fsdp")
+            ]
+            report(Table(title=title, rows=rows))
 
 
 def _given(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> list[str]:
