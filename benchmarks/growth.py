@@ -324,8 +324,8 @@ def old_row(number: int, rounds: int) -> dict[str, str]:
 # --- the store
 
 
-def store_rows(ranks: int) -> list[dict[str, str]]:
-    return [
+def store_rows(ranks: int, folder: Path) -> None:
+    rows = [
         {
             "ranks": f"{ranks:,}", "while": what, "calls of a rank, /s": f"{load.calls:.1f}",
             "keys of a rank, /s": f"{load.keys:.1f}", "read by a rank, kB/s": f"{load.read_bytes / 1e3:.1f}",
@@ -333,6 +333,7 @@ def store_rows(ranks: int) -> list[dict[str, str]]:
         }
         for what, load in loads(ranks).items()
     ]  # fmt: skip
+    (folder / "result.json").write_text(json.dumps(rows))
 
 
 def main() -> None:
@@ -362,7 +363,7 @@ def main() -> None:
     if "old" in only:
         report(Table(title="Old checkpoints", rows=[old_row(number, rounds) for number in arguments.old]))
     if "store" in only:
-        rows = [row for ranks in arguments.store_ranks for row in store_rows(ranks)]
+        rows = [row for ranks in arguments.store_ranks for row in in_a_process(store_rows, ranks)[0]]
         report(Table(title="What ranks ask the store for", rows=rows))
     if "set-up" in only:
         smallest = min(arguments.layers)
