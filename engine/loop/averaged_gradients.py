@@ -29,7 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..distributed.object_group import WORLD
 from ..strategies import adapt
-from ..strategies.before_use import call_before_use
+from ..strategies.parameter_hooks import call_before_use
 
 __all__ = ["AveragedGradients"]
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from .._compat.torch import tree_leaves
 from ..flags import Layout, choose
 from ..strategies import EngineStrategy, adapt
-from ..strategies.compiled_block import any_number_of_rows, mark_rows
+from ..strategies.units import any_number_of_rows, mark_rows
 from .hooks import bound, overridden
 
 __all__ = ["COMPILE_MODES", "CompileSteps", "check_cuda_graphs", "compile_mode"]

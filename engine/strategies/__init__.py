@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ..contract import Capabilities, EngineStrategy, adapt, capabilities_of, lists_devices, without_sync
     from .compressing import prepare_to_repeat
     from .fsdp.unit_plan import describe_units
-    from .rank_buffers import differing_buffers, updated_buffers
+    from .layout import differing_buffers, updated_buffers
     from .tensor import make_plan
 
 __all__ = [
@@ -39,11 +39,11 @@ __getattr__ = import_on_access(
         "adapt": ".contract",
         "capabilities_of": ".contract",
         "describe_units": "fsdp.unit_plan",
-        "differing_buffers": "rank_buffers",
+        "differing_buffers": "layout",
         "lists_devices": ".contract",
         "make_plan": "tensor",
         "prepare_to_repeat": "compressing",
-        "updated_buffers": "rank_buffers",
+        "updated_buffers": "layout",
         "without_sync": ".contract",
     },
 )

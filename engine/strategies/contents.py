@@ -10,26 +10,29 @@ import contextvars
 import functools
 import types
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 __all__ = [
-    "CONTAINERS",
     "OF_MODULES",
     "PLAIN",
     "Contents",
-    "Place",
+    "begin_count",
     "containers_of_classes",
+    "end_count",
     "in_tuples",
-    "is_of_a_users_class",
+    "is_counted",
+    "num_writes",
     "places_in",
+    "put_values",
     "referenced",
 ]
 
 PLAIN = (str, bytes, int, float, complex, bool, type(None))
-CONTAINERS = (list, tuple, set, dict, collections.deque, collections.OrderedDict, collections.defaultdict)
+_CONTAINERS = (list, tuple, set, dict, collections.deque, collections.OrderedDict, collections.defaultdict)
 _MUTABLE = (collections.OrderedDict, dict, list, collections.deque, set)
 """Containers whose content can change, each before its bases."""
 _LIBRARIES = ("torch", "lightning", "builtins", "logging", __name__.split(".")[0])
@@ -38,11 +41,11 @@ OF_MODULES = frozenset(nn.Module().__dict__) - {"training"}
 _MAX_DEPTH = 12
 """Levels of nested objects. The tensors of a decoder's cache are nine levels below the arguments."""
 
-Place = tuple[dict[str, Any], str]
+_Place = tuple[dict[str, Any], str]
 """The globals of a function, and a name in them."""
 
 
-def is_of_a_users_class(value: Any) -> bool:
+def _is_of_a_users_class(value: Any) -> bool:
     """Whether a value is an object with attributes whose class is none of Python's, torch's, Lightning's or ours."""
     if isinstance(value, (nn.Module, type, types.ModuleType, types.FunctionType, types.MethodType)):
         return False
@@ -65,7 +68,7 @@ def referenced(hook: Any) -> list[Any]:
     values = [function.__globals__.get(name) for name in function.__code__.co_names]
     values += [cell.cell_contents for cell in function.__closure__ or ()] + [getattr(hook, "__self__", None)]
     values = [value.get(None) if isinstance(value, contextvars.ContextVar) else value for value in values]
-    return [v for v in values if type(v) in CONTAINERS or isinstance(v, nn.Module) or is_of_a_users_class(v)]
+    return [v for v in values if type(v) in _CONTAINERS or isinstance(v, nn.Module) or _is_of_a_users_class(v)]
 
 
 def in_tuples(function: Callable[[Any], Any], value: Any) -> Any:
@@ -78,7 +81,7 @@ def in_tuples(function: Callable[[Any], Any], value: Any) -> Any:
     return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
 
 
-def places_in(module: nn.Module) -> Iterator[Place]:
+def places_in(module: nn.Module) -> Iterator[_Place]:
     """Returns the globals of the user's code that the forward of a module names: containers, numbers and tensors."""
     for part in module.modules():
         forward = getattr(type(part).forward, "__wrapped__", type(part).forward)
@@ -118,7 +121,7 @@ class Contents:
         places: globals.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], roots: Iterable[Any] = (), places: Iterable[Place] = ()) -> None:
+    def __init__(self, modules: Iterable[nn.Module], roots: Iterable[Any] = (), places: Iterable[_Place] = ()) -> None:
         self._recorded: dict[int, tuple[Any, _Content]] = {}
         self._places = [(names, name, names[name]) for names, name in places if name in names]
         self._tensors: list[tuple[Tensor, Any]] = []
@@ -140,7 +143,7 @@ class Contents:
             not isinstance(value, (*PLAIN, Tensor))
             and depth < _MAX_DEPTH
             and id(value) not in self._recorded
-            and (isinstance(value, (*_MUTABLE, nn.Module, torch.Generator)) or is_of_a_users_class(value))
+            and (isinstance(value, (*_MUTABLE, nn.Module, torch.Generator)) or _is_of_a_users_class(value))
         ):
             self._record(value, depth)
 
@@ -234,3 +237,74 @@ def _put(holder: Any, content: _Content) -> None:
             kind.__setitem__(holder, key, item)
     elif kind is not None:
         (kind.update if kind is set else kind.extend)(holder, content.items)
+
+
+_data: Any = Tensor.data
+
+
+class _Counted(Tensor):
+    # Names that are no attributes of torch's tensors.
+    data_views: list[Tensor]
+    num_counts: int
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as any tensor
+
+    @property
+    def data(self) -> Tensor:
+        """The values, with a number of writes of their own: autograd does not see them."""
+        values: Tensor = _data.__get__(self)
+        self.data_views.append(values)
+        return values
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if (value.shape, value.dtype) != (self.shape, self.dtype):
+            raise RuntimeError(
+                f"a forward replaces the data of a parameter of shape {tuple(self.shape)}, {self.dtype}, by another of"
+                f" shape {tuple(value.shape)}, {value.dtype}, which is refused: choose strategy 'ddp', without"
+                " activation_checkpointing."
+            )
+        values = self.data
+        with nullcontext() if value.is_meta else torch._C.DisableTorchFunction():  # a mode sees one assignment
+            values.copy_(value)
+
+
+class _CountedParameter(_Counted, nn.Parameter):
+    pass
+
+
+def begin_count(tensor: Tensor) -> int:
+    """Returns the number of writes so far; those through `data` count until `end_count`. Counts may be nested."""
+    if type(tensor) in (Tensor, nn.Parameter):
+        tensor.__class__ = _Counted if type(tensor) is Tensor else _CountedParameter
+        tensor.data_views, tensor.num_counts = [], 0  # type: ignore[attr-defined]
+    if isinstance(tensor, _Counted):
+        tensor.num_counts += 1
+    return num_writes(tensor)
+
+
+def is_counted(tensor: Tensor) -> bool:
+    """Whether writes through `data` are counted, too: not those into a subclass such as a DTensor."""
+    return isinstance(tensor, _Counted)
+
+
+def put_values(tensor: Tensor, values: Tensor) -> None:
+    """Writes `values` into a tensor, which autograd does not see."""
+    _data.__get__(tensor).copy_(values)
+
+
+def num_writes(tensor: Tensor) -> int:
+    """Returns the number of writes into a tensor; 0 for a tensor of inference mode, which torch does not count."""
+    views = tensor.data_views if isinstance(tensor, _Counted) else []
+    return 0 if tensor.is_inference() else tensor._version + sum(view._version for view in views)
+
+
+def end_count(tensor: Tensor) -> int:
+    """Returns the number of writes; after the outermost count, the tensor is of torch's class again."""
+    num = num_writes(tensor)
+    if isinstance(tensor, _Counted):
+        tensor.num_counts -= 1
+        if not tensor.num_counts:
+            del tensor.data_views, tensor.num_counts
+            kind: Any = nn.Parameter if isinstance(tensor, _CountedParameter) else Tensor
+            tensor.__class__ = kind
+    return num

@@ -7,24 +7,168 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from lightning.pytorch import Trainer
+from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
+from torch.distributed.tensor import DTensor
+from torch.utils import checkpoint as torchs
+from torch.utils.hooks import RemovableHandle
 
+from .._compat.torch import _NormBase
 from ..checkpoint import get_random_state, host_state, set_random_state
 from ..contract import Capabilities, EngineStrategy
 from ..devices import module_of
+from ..distributed.buckets import copy, flatten, in_buckets, unflatten
 from ..distributed.environment import is_elastic, listen_on_loopback, listen_towards, place_on_one_machine
 from ..distributed.fillers import leave_out_fillers
 from ..distributed.object_group import WORLD, ObjectGroup
-from ..distributed.side_sum import SideSum
 from ..flags import Layout
 from ..launch.process_launchers import make_launcher
 from ..reliability.rendezvous import connect, name_of_start, open_store, wait_for_all
 from .parameter_hooks import ParameterHooks
-from .rank_buffers import BufferAverage
-from .reentrant import allow_reentrant, avoid_reentrant
 
-__all__ = ["DistributedStrategy", "share_random_state"]
+__all__ = [
+    "BufferAverage",
+    "DistributedStrategy",
+    "SideSum",
+    "avoid_reentrant",
+    "check_dense_gradients",
+    "differing_buffers",
+    "share_random_state",
+    "updated_buffers",
+]
+
+# Sums of a few numbers over the ranks, while an accelerator computes something else.
+#
+# An all-reduce on the computing stream would make it wait for the slowest rank, and for all earlier collectives of the
+# group. These sums have a stream and a process group of their own.
+#
+# Communication: one all-reduce for each call, of the bytes of the tensor.
+
+
+class SideSum:
+    """Sums over a group of ranks.
+
+    Args:
+        group: all of its ranks create this object at the same time; None for all ranks.
+        device: an accelerator with streams.
+        timeout: timeout of the process group of the sums.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, timeout: timedelta | None) -> None:
+        self._device, self._module = device, module_of(device)
+        self._stream = self._module.Stream(device=device)
+        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+        self._group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
+
+    def begin(self, make: Callable[[], Tensor], *, needs_device: bool) -> Callable[[], Tensor]:
+        """Begins a sum.
+
+        Args:
+            make: returns this rank's summand, a tensor that nothing else uses.
+            needs_device: whether the summand depends on work that the device has not finished.
+
+        Returns:
+            A function that returns the sum, to be called on the stream that uses it.
+        """
+        if needs_device:
+            total = make()
+            self._stream.wait_stream(self._current())
+            total.record_stream(self._stream)
+        with self._module.stream(self._stream):
+            if not needs_device:
+                total = make()
+            dist.all_reduce(total, group=self._group)
+
+        def end() -> Tensor:
+            self._current().wait_stream(self._stream)
+            total.record_stream(self._current())
+            return total
+
+        return end
+
+    def _current(self) -> Any:
+        return self._module.current_stream(self._device)
+
+
+# Buffers that a module updates by the samples of its own rank: running means, codebooks, counts.
+#
+# Every rank has its own values then, and rank 0's are the ones that are evaluated and saved. `differing_buffers` finds
+# them, when it is asked. The option `average_buffers` of `ddp`, `zero1` and `fsdp` averages those of
+# floating-point numbers after each step of an optimizer: an all-reduce of 4 bytes per value in fp32, which blocks. A
+# rank counts by its samples of the batch, so one that runs a filler counts for nothing.
+#
+# Statistics of torch's norms are left out: `sync_batchnorm=True` has them computed over all ranks.
+
+_BUCKET_MB = 25.0
+"""As DDP's buckets."""
+
+
+def updated_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Returns the floating-point buffers that a module may update by its rank's samples, by name."""
+    return {name: buffer for name, buffer in _buffers(module).items() if buffer.is_floating_point()}
+
+
+def _buffers(module: nn.Module) -> dict[str, Tensor]:
+    return {
+        f"{path}.{name}" if path else name: buffer
+        for path, part in module.named_modules()
+        if not isinstance(part, _NormBase)
+        for name, buffer in part.named_buffers(recurse=False)
+        if not (buffer.is_meta or buffer.is_complex() or buffer.is_sparse or isinstance(buffer, DTensor))
+    }
+
+
+def differing_buffers(module: nn.Module, ranks: ObjectGroup) -> list[str]:
+    """Returns the names of the buffers whose values differ between ranks; all ranks call it together.
+
+    Two sums of each are read from the device, and gathered between hosts.
+    """
+    buffers = _buffers(module)
+    if not buffers:
+        return []
+    sums = [torch.stack([part.sum(), part.square().sum()]) for part in (b.detach().float() for b in buffers.values())]
+    by_rank = ranks.all_gather_object(
+        dict(zip(buffers, map(str, torch.stack([s.to(sums[0].device) for s in sums]).tolist()), strict=True))
+    )
+    return [name for name in buffers if len({of_rank.get(name) for of_rank in by_rank}) > 1]
+
+
+class BufferAverage:
+    """Averages buffers over the ranks after each step of an optimizer.
+
+    Args:
+        trainer: the trainer of the module.
+        group: the process group of the ranks with different samples; None: all ranks.
+    """
+
+    def __init__(self, trainer: Trainer, group: Any) -> None:
+        self._trainer: Any = trainer
+        self._group = group
+        # Of several optimizers that step together the last one ends the step.
+        ends = trainer.optimizers[-1:] if trainer.lightning_module.automatic_optimization else trainer.optimizers
+        self._handles: list[RemovableHandle] = [optimizer.register_step_post_hook(self._average) for optimizer in ends]
+
+    def close(self) -> None:
+        """Removes the hooks of the optimizers."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _share(self) -> float:
+        """Returns this rank's share of the samples of the current batch."""
+        samples = self._trainer._data_connector.sizes.samples(self._trainer.fit_loop.epoch_loop.batch_idx)
+        return float(samples.local / samples.total)
+
+    @torch.no_grad()
+    def _average(self, *_: Any) -> None:
+        share = self._share()
+        buffers = list(updated_buffers(self._trainer.lightning_module).values())
+        for bucket in in_buckets(buffers, _BUCKET_MB) if buffers else ():
+            flat = flatten(bucket)
+            flat = flat.mul_(share) if share else torch.zeros_like(flat)  # a filler's values may be infinite
+            dist.all_reduce(flat, group=self._group)
+            copy(unflatten(flat, bucket), bucket)
 
 
 def share_random_state() -> None:
@@ -118,7 +262,7 @@ class DistributedStrategy(EngineStrategy):
         if self._buffer_average is not None:
             self._buffer_average.close()
             self._buffer_average = None
-        allow_reentrant()
+        _allow_reentrant()
         super().teardown()  # type: ignore[misc]  # Lightning's strategy, which this is mixed into
 
     def begin_sum(self, make: Callable[[], Tensor], *, needs_device: bool) -> Callable[[], Tensor]:
@@ -279,3 +423,54 @@ class DistributedStrategy(EngineStrategy):
         self.layout = self.derive_layout(num_processes * num_nodes)
         environment = self.cluster_environment
         self._launcher: Any = make_launcher(self, self.launcher_suffix, environment, num_processes, num_nodes)
+
+
+def check_dense_gradients(model: nn.Module, flag: str) -> None:
+    """Checks that the gradients of all parameters are dense.
+
+    Args:
+        model: the module.
+        flag: the strategy or compression that can't average sparse gradients, the subject of the message.
+
+    Raises:
+        ValueError: a parameter has sparse gradients.
+    """
+    for name, submodule in model.named_modules():
+        for key, parameter in submodule.named_parameters(recurse=False):
+            if parameter.requires_grad and getattr(submodule, "sparse", False) is True:
+                raise ValueError(
+                    f"{flag} can't average the sparse gradient of {f'{name}.{key}'.lstrip('.')}: build"
+                    f" {type(submodule).__name__} with sparse=False."
+                )
+
+
+# `torch.utils.checkpoint.checkpoint(..., use_reentrant=True)` in the user's code, under several ranks.
+#
+# A re-entrant checkpoint runs a backward inside of the backward. With two checkpoints of one block in a step, DDP
+# finds a parameter ready twice, and FSDP2 averages gradients before the second backward has added to them. While a
+# strategy of several ranks runs, such a checkpoint is computed without re-entrant autograd: the same numbers, in one
+# backward.
+
+_Reentrant = torchs.CheckpointFunction
+
+
+class _OneBackward:
+    """Takes the place of torch's function, which `checkpoint` looks up at each call."""
+
+    @staticmethod
+    def apply(function: Any, preserve_rng_state: bool, *args: Any) -> Any:
+        """Runs `function`, and again in backward."""
+        if torch.is_grad_enabled() and any(isinstance(arg, Tensor) and arg.requires_grad for arg in args):
+            return torchs.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
+        # Without an input that requires a gradient, a re-entrant checkpoint has none for its parameters either.
+        return _Reentrant.apply(function, preserve_rng_state, *args)
+
+
+def avoid_reentrant() -> None:
+    """Computes checkpoints without re-entrant autograd, until `_allow_reentrant`."""
+    torchs.CheckpointFunction = _OneBackward  # type: ignore[assignment, misc]
+
+
+def _allow_reentrant() -> None:
+    """Restores torch's function."""
+    torchs.CheckpointFunction = _Reentrant  # type: ignore[misc]

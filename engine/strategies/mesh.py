@@ -6,7 +6,7 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -14,10 +14,9 @@ from torch.distributed.tensor import DTensor
 from ..launch.process_launchers import end_group_at_exit
 from .compressing import CommHookMixin
 from .layout import DistributedStrategy
-from .recurrent import flatten_again
 from .whole_steps import as_whole, whole_in_hooks
 
-__all__ = ["MeshStrategy"]
+__all__ = ["MeshStrategy", "never_flatten"]
 
 
 class MeshStrategy(DistributedStrategy, CommHookMixin, ModelParallelStrategy):
@@ -86,5 +85,29 @@ class MeshStrategy(DistributedStrategy, CommHookMixin, ModelParallelStrategy):
         """Restores hooks and recurrent layers."""
         self._restore_hooks()
         if self.model is not None:
-            flatten_again(self.model)
+            _flatten_again(self.model)
         super().teardown()
+
+
+def never_flatten(model: nn.Module) -> None:
+    """Makes recurrent layers leave their weights in the memory into which they were gathered, until `_flatten_again`.
+
+    On CUDA an `nn.LSTM` moves weights that it has not seen before into one piece of memory. FSDP2 would gather the next
+    step's weights into the former memory, and the layer would continue with the old weights.
+    """
+    for layer in _recurrent(model):
+        layer.flatten_parameters = _nothing  # type: ignore[method-assign]
+
+
+def _flatten_again(model: nn.Module) -> None:
+    """Ends `never_flatten`."""
+    for layer in _recurrent(model):
+        vars(layer).pop("flatten_parameters", None)
+
+
+def _recurrent(model: nn.Module) -> list[nn.RNNBase]:
+    return [part for part in model.modules() if isinstance(part, nn.RNNBase)]
+
+
+def _nothing() -> None:
+    pass

@@ -20,7 +20,6 @@ __all__ = [
     "PPOptions",
     "PSOptions",
     "TPOptions",
-    "UnitOptions",
 ]
 
 
@@ -60,7 +59,7 @@ class DDPOptions:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class UnitOptions:
+class _UnitOptions:
     """The options of strategies that process a module unit by unit."""
 
     activation_checkpointing: bool = False
@@ -82,7 +81,7 @@ class UnitOptions:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FSDPOptions(UnitOptions):
+class FSDPOptions(_UnitOptions):
     """The options of the `fsdp` flag, which follow its colon."""
 
     reshard_after_forward: bool = True
@@ -234,7 +233,7 @@ class _SplitOptions:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TPOptions(_SplitOptions, UnitOptions):
+class TPOptions(_SplitOptions, _UnitOptions):
     """The options of the `tp` flag, which follow its colon."""
 
 
@@ -257,7 +256,7 @@ class _SequenceOptions:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CPOptions(_SequenceOptions, UnitOptions):
+class CPOptions(_SequenceOptions, _UnitOptions):
     """The options of the `cp` flag, which follow its colon."""
 
 

@@ -21,12 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
+from torch.optim import Optimizer
 
 from ..contract import EngineStrategy
 from ..distributed.object_group import WORLD
 from .whole_steps import whole_results
 
-__all__ = ["ParameterHooks"]
+__all__ = ["ParameterHooks", "call_before_use"]
 
 _ON_GRADIENT, _AFTER_SUM = "_backward_hooks", "_post_accumulate_grad_hooks"
 """torch: the attributes of a Tensor with the hooks of `register_hook` and `register_post_accumulate_grad_hook`."""
@@ -270,3 +271,33 @@ def _registering(method: Callable[..., Any]) -> Callable[..., Any]:
         return method(tensor, hook)
 
     return register
+
+
+def call_before_use(
+    function: Callable[[Optimizer], None], optimizer: Optimizer, args: Any, kwargs: Any
+) -> tuple[Any, Any] | None:
+    """Calls `function` at once, or after the closure that computes the gradients, which Lightning always gives.
+
+    Args:
+        function: called with the optimizer.
+        optimizer: the optimizer, with which torch has called a hook before its step.
+        args: what the hook was called with: the optimizer, and maybe the closure.
+        kwargs: likewise.
+
+    Returns:
+        What the hook returns: the new `args` and `kwargs`; None if they stay.
+    """
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is None:
+        function(optimizer)
+        return None
+    closure = functools.partial(_close_then, function, optimizer, closure)
+    if len(args) > 1:
+        return (args[0], closure, *args[2:]), kwargs
+    return args, {**kwargs, "closure": closure}
+
+
+def _close_then(function: Callable[[Optimizer], None], optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
+    result = closure()
+    function(optimizer)
+    return result

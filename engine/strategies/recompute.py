@@ -30,8 +30,17 @@ from torch.utils.checkpoint import (
     noop_context_fn,
 )
 
-from .contents import Contents, containers_of_classes, in_tuples, places_in, referenced
-from .counted_writes import begin_count, end_count, is_counted, put_values
+from .contents import (
+    Contents,
+    begin_count,
+    containers_of_classes,
+    end_count,
+    in_tuples,
+    is_counted,
+    places_in,
+    put_values,
+    referenced,
+)
 from .dp import DP
 from .layout import DistributedStrategy
 from .units import named_blocks

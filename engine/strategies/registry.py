@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..compression.registry import ROWS as HOOKS
+from ..compression.registry import HookRow
 from ..flags import (
     LAUNCHERS,
     choose,
@@ -40,14 +41,6 @@ from .options import (
     PSOptions,
     TPOptions,
 )
-from .strategy_spec import (
-    StrategySpec,
-    all_but_auto,
-    always,
-    compressions_of_shards,
-    every_compression,
-    unless_cut,
-)
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
@@ -56,11 +49,86 @@ __all__ = [
     "LIGHTNINGS_OWN",
     "STRATEGIES",
     "StrategySpec",
+    "always",
     "check_strategy",
     "find_strategy",
     "import_all",
+    "never",
     "register_strategy",
 ]
+
+
+def _no_compression(name: str, hook: HookRow) -> bool:
+    """No compression: gradients can only be sent uncompressed."""
+    return False
+
+
+def _every_compression(name: str, hook: HookRow) -> bool:
+    """Every compression, including those that are registered later."""
+    return True
+
+
+def _compressions_of_shards(name: str, hook: HookRow) -> bool:
+    """Compressions that can work on a reduce-scatter of shards."""
+    return hook.reduces_shards
+
+
+def _all_but_auto(name: str, hook: HookRow) -> bool:
+    """Every compression except `auto`, which compares the length of equal steps."""
+    return name != "auto"
+
+
+def always(options: Any) -> bool:
+    """Whatever the options are."""
+    return True
+
+
+def never(options: Any) -> bool:
+    """Not with any options."""
+    return False
+
+
+def _unless_cut(options: Any) -> bool:
+    """Unless the options name a number of micro-batches, which take less memory on one device, too."""
+    return options.microbatches in (None, 1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StrategySpec:
+    """The properties of a strategy."""
+
+    description: str
+    """A few words, for one line of the terminal."""
+    traffic: str
+    """The collectives of a step, all of them: see `tests/engine/loop/test_costs_integration.py`."""
+    choose_when: str = ""
+    """When to choose it."""
+    options: type
+    """Frozen dataclass of the options after the colon."""
+    make: "Callable[..., Strategy] | None"
+    """Makes the strategy from the options, the launcher's suffix and the comm hook; None for one process on one device,
+    which uses Lightning's own strategy."""
+    make_for_several: "Callable[..., Strategy] | None" = None
+    """Makes the strategy for one process on several devices, from the type and number of devices, the number of nodes
+    and `sync_batchnorm`."""
+    is_single_alone: Callable[[Any], bool] = never
+    """Takes the options; returns whether one process on one device trains as under `single`, since the strategy would
+    only divide what one process has as a whole. A compression and offload='parameters' need the strategy itself."""
+    note: str = ""
+    """A note that is printed once when the strategy is chosen."""
+    takes_compression: Callable[[str, HookRow], bool] = _no_compression
+    """Takes the name and row of a compression; returns whether the strategy can use it."""
+    why_not: str = ""
+    """Why it does not support the other compressions."""
+    precisions: tuple[str, ...] = tuple(PRECISIONS)
+    """Names of the supported precisions."""
+    why_not_precision: str = ""
+    """Why it does not support the other precisions."""
+
+    @property
+    def compressions(self) -> tuple[str, ...]:
+        """Names of the supported compressions, without `none`."""
+        return tuple(name for name, hook in HOOKS.items() if self.takes_compression(name, hook))
 
 
 def _from(path: str) -> Reference:
@@ -117,7 +185,7 @@ STRATEGIES: dict[str, StrategySpec] = {
         choose_when="the model, its gradients and its optimizer's state fit on one device: the first choice",
         options=DDPOptions,
         make=_from(".ddp:DDP"),
-        takes_compression=every_compression,
+        takes_compression=_every_compression,
     ),
     "zero1": StrategySpec(
         description="as ddp, with each optimizer's state divided among the devices (ZeRO, stage 1)",
@@ -125,7 +193,7 @@ STRATEGIES: dict[str, StrategySpec] = {
         choose_when="as ddp, if the optimizer's state does not fit on one device",
         options=DDPOptions,
         make=_from(".zero1:Zero1"),
-        takes_compression=every_compression,
+        takes_compression=_every_compression,
     ),
     "fsdp": StrategySpec(
         description="parameters, gradients and optimizer state in shards over all devices (FSDP2)",
@@ -134,7 +202,7 @@ STRATEGIES: dict[str, StrategySpec] = {
         options=FSDPOptions,
         make=_from(".fsdp:FSDP"),
         is_single_alone=always,
-        takes_compression=compressions_of_shards,
+        takes_compression=_compressions_of_shards,
         why_not=_SHARDED,
     ),
     "hsdp": StrategySpec(
@@ -144,7 +212,7 @@ STRATEGIES: dict[str, StrategySpec] = {
         options=HSDPOptions,
         make=_from(".fsdp:FSDP"),
         is_single_alone=always,
-        takes_compression=every_compression,
+        takes_compression=_every_compression,
     ),
     "pp": StrategySpec(
         description="blocks in stages, micro-batches in all of them at once (pipeline)",
@@ -153,7 +221,7 @@ STRATEGIES: dict[str, StrategySpec] = {
         choose_when="the model does not fit on one device, and the connection is slow",
         options=PPOptions,
         make=_from(".pipeline:Pipeline"),
-        is_single_alone=unless_cut,
+        is_single_alone=_unless_cut,
         why_not="stages send activations, and each has its own gradients",
     ),
     "pp+ddp": StrategySpec(
@@ -162,7 +230,7 @@ STRATEGIES: dict[str, StrategySpec] = {
         choose_when="as pp, with more devices, for more samples at once",
         options=PPDDPOptions,
         make=_from(".pipeline:Pipeline"),
-        is_single_alone=unless_cut,
+        is_single_alone=_unless_cut,
         why_not="the residuals of a hook would be stored by stage, and no other strategy could load them",
     ),
     "pp+fsdp": StrategySpec(
@@ -171,7 +239,7 @@ STRATEGIES: dict[str, StrategySpec] = {
         choose_when="as pp, if a stage does not fit on one device",
         options=PPFSDPOptions,
         make=_from(".pipeline:Pipeline"),
-        is_single_alone=unless_cut,
+        is_single_alone=_unless_cut,
         why_not=_SHARDED,
     ),
     "local_sgd": StrategySpec(
@@ -180,7 +248,7 @@ STRATEGIES: dict[str, StrategySpec] = {
         choose_when="the connection is too slow for ddp with compression; the result is another than ddp's",
         options=LocalSGDOptions,
         make=_from(".local_sgd:LocalSGD"),
-        takes_compression=all_but_auto,
+        takes_compression=_all_but_auto,
         why_not=_UNEVEN,
     ),
     "diloco": StrategySpec(
@@ -189,7 +257,7 @@ STRATEGIES: dict[str, StrategySpec] = {
         choose_when="as local_sgd, with hundreds of steps between exchanges, between data centres",
         options=DiLoCoOptions,
         make=_from(".local_sgd:LocalSGD"),
-        takes_compression=all_but_auto,
+        takes_compression=_all_but_auto,
         why_not=_UNEVEN,
     ),
     "tp": StrategySpec(
@@ -400,7 +468,7 @@ def register_strategy(
         choose_when=choose_when,
         options=options,
         make=make,
-        takes_compression=every_compression if compressions == "all" else lambda hook_name, _: hook_name in named,
+        takes_compression=_every_compression if compressions == "all" else lambda hook_name, _: hook_name in named,
         why_not=f"{name} was registered without it",
         precisions=tuple(precisions),
         why_not_precision=f"{name} was registered without it",

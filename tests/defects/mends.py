@@ -90,7 +90,7 @@ MENDS = {
     "a codebook is that of the samples of rank 0": Defect(
         "ddp:average_buffers=true",
         MODELS["codebook"],
-        [(f"{_STRATEGIES}.rank_buffers:BufferAverage", "_average", nothing)],
+        [(f"{_STRATEGIES}.layout:BufferAverage", "_average", nothing)],
     ),
     "blocks count micro-batches": Defect("pp", MODELS["counting blocks"], _UNCOMPARED),
     "a buffer counts micro-batches": Defect("pp", MODELS["counting buffer"], _UNCOMPARED),

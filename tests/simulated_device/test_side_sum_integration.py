@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from polyphase.engine.distributed.side_sum import SideSum
+from polyphase.engine.strategies.layout import SideSum
 
 from . import in_a_child, install
 

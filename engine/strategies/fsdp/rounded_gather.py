@@ -30,8 +30,8 @@ from torch.nn import functional
 
 # torch: its own tensor subclasses map their arguments with it; torch.utils.pytree has no map by type.
 from ..._compat.torch import tree_map_only
-from ..compiled_block import CompiledBlock
-from .direct_use import ANY, weights_used_in
+from ..units import CompiledBlock
+from .unit_plan import ANY, weights_used_in
 
 __all__ = ["Rounded", "check_uses", "gather_rounded"]
 

@@ -12,12 +12,14 @@ happens once per accumulation window.
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
@@ -39,34 +41,28 @@ from ...initialization.materialize import check_shapes, materialize
 from ...initialization.stored_weights import read_stored
 from ...precision.plugins import autocast_dtype
 from ..averages import split_as_module
-from ..compiled_block import CompiledBlock
-from ..layout import share_random_state
-from ..mesh import MeshStrategy
+from ..layout import check_dense_gradients, share_random_state
+from ..mesh import MeshStrategy, never_flatten
 from ..options import FSDPOptions, HSDPOptions
-from ..recurrent import never_flatten
 from ..replaced_parameters import Replacements
-from ..sparse_gradients import check_dense_gradients
-from ..units import named_blocks, untied
-from .by_hand import ByHand, called_parts, optimizes_by_hand
+from ..units import CompiledBlock, named_blocks, untied
 from .comm import (
     CompressedReduceScatter,
     CountedAllGather,
     CountedReduceScatter,
+    KeptWhole,
     ReplicaAverage,
     attach_to_gathered,
     fsdp_units,
+    kept_whole,
+    refuse_fused,
 )
-from .handed_arguments import hand_over_arguments
-from .kept_whole import KeptWhole, kept_whole, refuse_fused
 from .rounded_gather import check_uses, gather_rounded
-from .second_backward import SecondBackward
 from .shard_checks import check_loss, check_pruning, check_tensor_parallel, explained
 from .unit_order import watch_units
 from .unit_plan import Unit, plan_units
-from .unit_steps import UnitSteps
-from .unit_writes import keep_writes
-from .whole_numbers import give_back_numbers, read_whole_numbers
-from .written_parameters import forget_data, keep_data
+from .unit_steps import ByHand, UnitSteps, called_parts, hand_over_arguments, optimizes_by_hand
+from .written_parameters import forget_data, give_back_numbers, keep_data, keep_writes, read_whole_numbers
 
 __all__ = ["FSDP"]
 
@@ -98,7 +94,7 @@ class FSDP(UnitSteps):
         self.options = options
         self.launcher_suffix = launcher
         self.comm_hook = comm_hook
-        self._second_backward: SecondBackward | None = None
+        self._second_backward: _SecondBackward | None = None
         self._counted: AllReduceHook | None = None
         self._wires: list[CountingGroup] = []
         self._replica_averages: list[ReplicaAverage] = []
@@ -239,7 +235,7 @@ class FSDP(UnitSteps):
         if isinstance(self.model, FSDPModule):
             keep_writes(self.model, repr(self), self._order, self.data_group, watches_data=self.compile is None)
         if fitting:  # around the units' own reductions, as they check and count
-            self._second_backward = SecondBackward(self.model)
+            self._second_backward = _SecondBackward(self.model)
         read_whole_numbers(self._order)
         keep_data(self._order, repr(self))
         self._call_hooks_on_whole(trainer)
@@ -457,3 +453,74 @@ def _overlap_more(model: nn.Module, units: Sequence[nn.Module], timeout: timedel
         # torch: FSDPState._fsdp_param_groups, FSDPMeshInfo.reduce_scatter_process_group, which has a timeout of its own
         for group in part._get_fsdp_state()._fsdp_param_groups:
             group.mesh_info.reduce_scatter_process_group.set_timeout(timeout)
+
+
+# Gradients of gradients under FSDP2, which frees gathered parameters after the first backward.
+#
+# FSDP2 reduces a unit's gradients when backward reaches the unit's inputs. In a second backward these inputs may have
+# no gradient at all. Then autograd reaches them at once, on the host's thread, while an accelerator's thread still
+# computes the unit's gradients. Gradients that are ready later would be lost, or mixed with those of the next step. So
+# all reductions of such a step wait for the end of its backward.
+
+
+class _SecondBackward:
+    """Keeps units gathered from a backward with ``create_graph=True`` until the backward through its graph ends.
+
+    Args:
+        model: with units sharded by `fully_shard`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._kept: list[FSDPModule] = []
+        self._is_over = False
+        """Whether a backward has computed all gradients."""
+        for unit in model.modules():
+            if not isinstance(unit, FSDPModule):
+                continue
+            # torch: FSDPState._pre_backward is called when the gradient of an output of the unit is known, and
+            # _root_post_backward_final_callback at the end of a backward. An earlier run may have replaced them.
+            state: Any = unit._get_fsdp_state()
+            if unit is not model:  # the root is gathered for the whole step
+                pre_backward = functools.partial(type(state)._pre_backward, state)
+                state._pre_backward = functools.partial(self._before, unit, pre_backward)
+            end = functools.partial(type(state)._root_post_backward_final_callback, state)
+            state._root_post_backward_final_callback = functools.partial(self._end, end)
+            for group in state._fsdp_param_groups:  # torch: FSDPState._fsdp_param_groups, FSDPParamGroup.post_backward
+                group.post_backward = _Deferred(self, group.post_backward)
+
+    def _before(self, unit: FSDPModule, pre_backward: Callable[[Tensor], Tensor], gradient: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and unit not in self._kept:  # autograd: enabled while a graph is created
+            self._kept.append(unit)
+            unit.set_reshard_after_backward(False, recurse=False)
+        return pre_backward(gradient)
+
+    def _end(self, end: Callable[[], None]) -> None:
+        self._is_over = True
+        try:
+            end()  # reduces the gradients that were deferred
+        finally:
+            self._is_over = False
+
+    @property
+    def is_early(self) -> bool:
+        """Whether backward may still have to compute some gradients of a unit."""
+        return bool(self._kept) and not self._is_over
+
+    def release(self) -> None:
+        """Frees the units; called after the last backward of a step."""
+        for unit in self._kept:
+            unit.set_reshard_after_backward(True, recurse=False)
+            unit.reshard()
+        self._kept.clear()
+
+
+class _Deferred:
+    """The reduction of a unit's gradients; a call does nothing while `_SecondBackward.is_early`."""
+
+    def __init__(self, owner: _SecondBackward, reduction: Any) -> None:
+        self._owner = owner
+        self.reduction: Callable[..., None] = getattr(reduction, "reduction", reduction)  # an earlier run's, unwrapped
+
+    def __call__(self, *unused: Any) -> None:
+        if not self._owner.is_early:
+            self.reduction(*unused)

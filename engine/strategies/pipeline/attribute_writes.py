@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from ..counted_writes import num_writes
+from ..contents import num_writes
 from .reachable_state import NOT_THE_USERS_ATTRIBUTES, Code, Place, Walk, is_of_a_users_class
 from .remote_values import CutError, has_absent
 

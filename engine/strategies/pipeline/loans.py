@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...compression.counting_group import CountingGroup, TrafficKey
-from ..counted_writes import begin_count
+from ..contents import begin_count
 from .plan import StagePlan
 from .remote_values import CutError
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as modules
 
 from ..._compat.torch import TorchDispatchMode
-from ..counted_writes import begin_count, end_count, put_values
+from ..contents import begin_count, end_count, put_values
 from .reachable_state import sums
 from .remote_values import CutError, is_of_fsdp, tensors_in, users_line
 

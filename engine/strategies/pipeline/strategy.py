@@ -35,18 +35,14 @@ from ...flags import Layout
 from ...initialization.materialize import check_shapes, materialize
 from ...initialization.stored_weights import read_stored
 from ..averages import split_as_module
-from ..compiled_block import CompiledBlock
 from ..fsdp.comm import CountedAllGather, CountedReduceScatter, attach_to_gathered, fsdp_units, reshard
 from ..fsdp.shard_checks import check_pruning
-from ..fsdp.unit_writes import keep_writes
-from ..fsdp.whole_numbers import give_back_numbers, read_whole_numbers
-from ..fsdp.written_parameters import forget_data, keep_data
-from ..mesh import MeshStrategy
+from ..fsdp.written_parameters import forget_data, give_back_numbers, keep_data, keep_writes, read_whole_numbers
+from ..mesh import MeshStrategy, never_flatten
 from ..optimizer_trial import habits_of
 from ..options import PPDDPOptions, PPFSDPOptions, PPOptions
-from ..recurrent import never_flatten
 from ..replaced_parameters import Replacements
-from ..units import named_blocks, shard_units
+from ..units import CompiledBlock, named_blocks, shard_units
 from .gradients import StageGradients
 from .partitioned_module import PartitionedModule, StepJob
 from .plan import plan_stages, replace_absent

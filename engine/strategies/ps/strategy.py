@@ -4,7 +4,7 @@ Each rank trains a full copy of the module. The first N ranks (all of them, unle
 share of its parameters each, in threads beside the training thread. A step pushes gradients to the servers, which have
 the optimizer, and pulls parameters from them; a rank waits for others only where the staleness bound says so. With
 ``staleness=0`` this is synchronous training, equal to `ddp`. `server.py` describes when gradients are applied, and the
-papers behind it; `worker.py` the messages; `rpc.py` the transport.
+papers behind it; `_Worker` the messages; `rpc.py` the transport.
 
 Communication per optimizer step and rank: the gradients of the parameters that other ranks serve, and these parameters
 back: 2 P (N-1)/N times 4 bytes in fp32 for P parameters. Metrics and other plain values are gathered by remote calls
@@ -13,10 +13,12 @@ run.
 """
 
 import dataclasses
+import time
+from collections import Counter
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -41,8 +43,20 @@ from ..options import PSOptions
 from ..parameter_hooks import ParameterHooks
 from .object_gather import PendingGathers, SurvivingRanks, open_gathers
 from .rpc import Connection, interface_of
-from .server import Server, install_server
-from .worker import Clipping, Worker
+from .server import (
+    Packing,
+    Server,
+    Shard,
+    exchange,
+    install_server,
+    partition,
+    pull,
+    push,
+    refresh,
+    release_early,
+    settings_of,
+    state,
+)
 
 __all__ = ["PS"]
 
@@ -63,10 +77,10 @@ class PS(DistributedStrategy, DDPStrategy):
         self.saving_ranks = SurvivingRanks("saver")
         self._connection: Connection | None = None
         self._pending_gathers: PendingGathers | None = None
-        self._worker: Worker | None = None
+        self._worker: _Worker | None = None
         self._server: Server | None = None
         self._has_begun = self._is_training = False
-        self._clipping: Clipping | None = None
+        self._clipping: _Clipping | None = None
         self._logged: dict[int, int] = {}
 
     # --- processes
@@ -162,7 +176,7 @@ class PS(DistributedStrategy, DDPStrategy):
         return torch.tensor(max(self.data_ranks.all_gather_object(flag.item())), device=flag.device)
 
     def _clip_at_servers(self, algorithm: str, limit: float) -> None:
-        before, self._clipping = self._clipping, Clipping(algorithm, limit)
+        before, self._clipping = self._clipping, _Clipping(algorithm, limit)
         is_several = len(self.optimizers) > 1 and self.lightning_module.automatic_optimization  # type: ignore[union-attr]
         if is_several and (algorithm == "norm" or before not in (None, self._clipping)):
             raise ValueError(
@@ -201,7 +215,7 @@ class PS(DistributedStrategy, DDPStrategy):
         """Copies parameters and optimizer state, which may be those of a checkpoint, to the servers."""
         super().on_train_start()
         assert self._connection is not None
-        self._worker = Worker(self._connection, self.optimizers, self._num_servers, self.options.patience)
+        self._worker = _Worker(self._connection, self.optimizers, self._num_servers, self.options.patience)
         self._server = self._worker.make_server(self.options.staleness)
         install_server(self._server)
         if self._server is not None:
@@ -440,3 +454,146 @@ _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "min": lambda stacked: stacked.amin(0),
     "product": lambda stacked: stacked.prod(0),
 }
+
+
+# A worker of `ps`: pushes its gradients to the servers, and pulls parameters from them.
+#
+# Communication per step, where the servers of other ranks have Q bytes of the parameters:
+# 1. push: the Q bytes of gradients, one message per server;
+# 2. pull: the Q bytes of parameters, in the answer (blocks until the staleness bound lets this worker continue). The
+#    server waits for the step that has this worker's gradient; when the worker's patience ends, it sends an empty
+#    message that ends this wait.
+# To clip by the norm of the mean gradient, 1 and 2 are separate messages, and 1 blocks until all workers have pushed.
+
+_NEW_SHARE = 0.1
+"""The weight of the newest time in the running mean of compute times."""
+
+
+class _Clipping(NamedTuple):
+    """How the mean gradient is clipped."""
+
+    algorithm: str
+    """``"norm"`` or ``"value"``."""
+    limit: float
+    """The largest norm, or the largest absolute value of an element."""
+
+
+class _Share(NamedTuple):
+    """The parameters of one optimizer that one server holds."""
+
+    server: int
+    """The rank of the server."""
+    indices: list[int]
+    """Indices of the parameters within the optimizer."""
+    parameters: list[Tensor]
+    packing: Packing
+
+
+class _Worker:
+    """Makes the servers do the steps of this rank's optimizers.
+
+    Args:
+        connection: to the other ranks.
+        optimizers: optimizers of the module: their parameters, settings and state.
+        num_servers: ranks 0 to ``num_servers - 1`` serve the parameters.
+        patience: how long to wait for the step that has the pushed gradient, as a share of the time that the gradient
+            took to compute; after that, older parameters are taken.
+    """
+
+    def __init__(
+        self, connection: Connection, optimizers: list[Optimizer], num_servers: int, patience: float = 0.0
+    ) -> None:
+        self._connection = connection
+        self._patience = patience
+        self._num_pushes: Counter[int] = Counter()
+        self._compute_s = 0.0
+        self._began = time.monotonic()
+        self._optimizers = optimizers
+        self._parameters = [[p for group in o.param_groups for p in group["params"]] for o in optimizers]
+        sizes = [[p.numel() * p.element_size() for p in parameters] for parameters in self._parameters]
+        self._shares: list[list[_Share]] = [[] for _ in optimizers]
+        for server, share in enumerate(partition(sizes, num_servers)):
+            for optimizer_index, indices in enumerate(share):
+                parameters = [self._parameters[optimizer_index][index] for index in indices]
+                if parameters:
+                    self._shares[optimizer_index].append(_Share(server, indices, parameters, Packing(parameters)))
+
+    def make_server(self, staleness: int) -> Server | None:
+        """Returns the server of this rank; None if this rank serves no parameters."""
+        own_shares = [next((s for s in shares if s.server == self._connection.rank), None) for shares in self._shares]
+        if not any(own_shares):
+            return None
+        shards = [
+            None if share is None else Shard(optimizer, share.parameters)
+            for share, optimizer in zip(own_shares, self._optimizers, strict=True)
+        ]
+        return Server(shards, self._connection.surviving, staleness)
+
+    def step(self, optimizer: Optimizer, clipping: _Clipping | None) -> Tensor | None:
+        """Pushes the gradients, and waits for the parameters of the next forward pass.
+
+        Returns:
+            The norm of the mean gradient before it was clipped; None unless it was clipped by its norm.
+
+        Raises:
+            RuntimeError: a server can't be reached, or the optimizer has other parameters than at the start.
+        """
+        self._note_time()
+        optimizer_index = self._optimizers.index(optimizer)
+        if sum(len(group["params"]) for group in optimizer.param_groups) != len(self._parameters[optimizer_index]):
+            raise RuntimeError(
+                "the optimizer has got other parameters while training, which under `ps` have no server: give it all of"
+                " them at the start, those to be trained later with requires_grad=False."
+            )
+        connection, shares = self._connection, self._shares[optimizer_index]
+        settings = settings_of(optimizer)
+        by_norm = clipping is not None and clipping.algorithm == "norm"
+        clip_value = clipping.limit if clipping is not None and not by_norm else None
+        calls = {}
+        for share in shares:  # phase 1
+            present = [p.grad is not None for p in share.parameters]
+            gradients = share.packing.pack([p.grad for p in share.parameters])
+            function = push if by_norm else exchange
+            arguments = (optimizer_index, connection.rank, gradients, present, settings, clip_value)
+            self._num_pushes[share.server] += 1
+            calls[share.server] = connection.call(share.server, function, *arguments)
+        norm = None
+        if by_norm:
+            assert clipping is not None
+            squares = connection.wait(calls, "for the norm of its share of the mean gradient")
+            total_norm = sum(squares.values()) ** 0.5
+            norm = torch.tensor(total_norm)
+            # As torch.nn.utils.clip_grad_norm_ computes it.
+            scale = min(1.0, clipping.limit / (total_norm + 1e-6))
+            calls = {s.server: connection.call(s.server, pull, optimizer_index, connection.rank, scale) for s in shares}
+        for server in connection.late_ranks(calls, self._patience * self._compute_s):
+            connection.call(server, release_early, connection.rank, self._num_pushes[server])
+        self._update_parameters(optimizer_index, connection.wait(calls, "for its share of the parameters"))  # phase 2
+        self._began = time.monotonic()
+        return norm
+
+    def _note_time(self) -> None:
+        took_s = time.monotonic() - self._began
+        self._compute_s += (took_s - self._compute_s) * (_NEW_SHARE if self._compute_s else 1.0)
+
+    def refresh(self) -> None:
+        """Pulls the current parameters; all ranks call it when none pushes."""
+        for index, shares in enumerate(self._shares):
+            calls = {share.server: self._connection.call(share.server, refresh, index) for share in shares}
+            self._update_parameters(index, self._connection.wait(calls, "for its share of the parameters"))
+
+    def states_of(self, optimizer: Optimizer) -> dict[int, dict[str, Any]]:
+        """Gets an optimizer's state from the servers, by the index of the parameter."""
+        optimizer_index = self._optimizers.index(optimizer)
+        shares = self._shares[optimizer_index]
+        calls = {share.server: self._connection.call(share.server, state, optimizer_index) for share in shares}
+        answers = self._connection.wait(calls, "for its share of the optimizer's state")
+        states = {i: values for s in shares for i, values in zip(s.indices, answers[s.server], strict=True) if values}
+        return dict(sorted(states.items()))
+
+    @torch.no_grad()
+    def _update_parameters(self, optimizer_index: int, buffers: dict[int, list[Tensor]]) -> None:
+        for share in self._shares[optimizer_index]:
+            # One copy to the accelerator for each buffer, rather than one for each parameter.
+            on_device = [buffer.to(share.parameters[0].device) for buffer in buffers[share.server]]
+            torch._foreach_copy_(share.parameters, share.packing.unpack(on_device))

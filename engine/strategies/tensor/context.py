@@ -13,26 +13,34 @@ Communication per micro-batch over the ranks of `cp`, with activations of A byte
 Then the collectives of `fsdp` or `hsdp`.
 """
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
 
+from ..._compat.torch import tree_leaves, tree_map_only
 from ...choices import Axis
 from ..options import CPOptions, DDPCPOptions, FSDPCPOptions, HSDPCPOptions
 from ..units import named_blocks
-from .sequence_functions import SequenceFunctions, cut, recomputed_alike
 from .strategy import TensorParallel
-from .styles import replicate
+from .styles import is_raised_by_dtensor, replicate, to_plain, to_replica
 
-__all__ = ["ContextParallel"]
+__all__ = ["ContextParallel", "SequenceFunctions", "cut"]
 
 
 class ContextParallel(TensorParallel):
@@ -72,7 +80,7 @@ class ContextParallel(TensorParallel):
                 " returns them, or choose another strategy, such as 'fsdp'."
             )
         names = [name for name, submodule in module.named_modules() if submodule in blocks]
-        self._entry = SplitSequence()
+        self._entry = _SplitSequence()
         return _Plan(self.layout.cp, dict.fromkeys(names, self._entry))
 
     def _run_or_replicate(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -100,7 +108,7 @@ class ContextParallel(TensorParallel):
 
     def setup(self, trainer: Trainer) -> None:
         """Splits the sequences from here on; see `TensorParallel`."""
-        self._while_running.enter_context(recomputed_alike())
+        self._while_running.enter_context(_recomputed_alike())
         super().setup(trainer)
 
 
@@ -114,7 +122,7 @@ class _Plan:
         return f"Sequences split over {self.num_ranks} ranks, from {names[0]} to {names[-1]} and after it."
 
 
-class SplitSequence(ParallelStyle):
+class _SplitSequence(ParallelStyle):
     """Blocks whose first input [batch, time, width] is split along time, if it is not already.
 
     Attributes:
@@ -141,3 +149,243 @@ class SplitSequence(ParallelStyle):
 
 def _has_time(arg: Any) -> bool:
     return isinstance(arg, Tensor) and arg.is_floating_point() and arg.ndim == 3 and arg.shape[1] > 1
+
+
+# Functions of torch on tensors whose sequences are split over ranks: with the result that one process has.
+#
+# A split sequence is a DTensor of the whole shape, sharded along time, so code that reads a length or makes positions,
+# masks or shifts from it sees the whole. torch's rules for DTensors do most functions so. Here are those that they do
+# in another way: with more communication, with means of parts, with writes that are lost, or not at all. What has no
+# rule is computed by each rank on whole tensors: right, but the rank then has all of the time.
+
+_MEANS = {
+    function
+    for function in vars(functional).values()
+    if inspect.isfunction(function) and "reduction" in inspect.signature(function).parameters
+} | {functional.binary_cross_entropy_with_logits}
+"""Losses: of unequal parts torch would average the means, and of some it has a wrong gradient even of equal ones."""
+_ON_WHOLE = {
+    *(getattr(torch, f"{kind}{n}d") for kind in ("conv", "conv_transpose") for n in (1, 2, 3)),
+    *(function for name, function in vars(functional).items() if "_pool" in name and callable(function)),
+    *(functional.group_norm, functional.instance_norm, functional.fold, functional.unfold, functional.grid_sample),
+    *(functional.ctc_loss, torch.Tensor.unfold, torch.group_norm),
+    *(torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu),
+}
+"""Functions for whose backward torch has no rule, or one that is wrong."""
+_BY_CLASS = (functional.cross_entropy, functional.nll_loss)
+"""Losses whose mean is over the samples that are not ignored, by their weights."""
+
+
+def cut(tensor: Tensor, mesh: Any) -> Any:
+    """Returns a tensor [batch, time, ...] split along time; of one that each rank has whole, nothing is sent."""
+    return _as_dtensor(tensor, mesh).redistribute(placements=[Shard(1)])
+
+
+@contextlib.contextmanager
+def _recomputed_alike() -> Iterator[None]:
+    """Context in which what `torch.utils.checkpoint` computes again in backward, where no mode is active, sees one."""
+    make = checkpoint._checkpoint_without_reentrant_generator  # torch: `checkpoint` looks it up at each call
+
+    def make_alike(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def run(*inputs: Any, **named: Any) -> Any:
+            with SequenceFunctions():
+                return function(*inputs, **named)
+
+        return make(run, *args, **kwargs)
+
+    checkpoint._checkpoint_without_reentrant_generator = make_alike  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        checkpoint._checkpoint_without_reentrant_generator = make
+
+
+class SequenceFunctions(TorchFunctionMode):
+    """Context in which functions of torch on split sequences have the results of whole ones."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Called in place of each function of torch's API."""
+        kwargs = kwargs or {}
+        if not any(isinstance(leaf, DTensor) for leaf in tree_leaves((args, kwargs))):
+            return function(*args, **kwargs)
+        if function is functional.scaled_dot_product_attention and _is_split_by_time(args, kwargs):
+            return _attention(*args, **kwargs)
+        if function is functional.dropout:
+            return _dropout(*args, **kwargs)
+        if function in _ON_WHOLE:
+            return _on_whole(function, args, kwargs)
+        if function in _MEANS:
+            return _loss(function, *args, **kwargs)
+        if _writes(function):
+            return _write(function, args, kwargs)
+        try:
+            return function(*args, **kwargs)
+        except (NotImplementedError, RuntimeError) as error:
+            if not is_raised_by_dtensor(error):
+                raise
+            return _on_whole(function, args, kwargs)  # by rules: all ranks come here
+
+
+def _on_whole(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DTensor)]
+    result = function(*to_plain(args), **to_plain(kwargs))
+    return tree_map_only(Tensor, lambda tensor: to_replica(tensor, tensors[0].device_mesh), result)
+
+
+def _writes(function: Callable[..., Any]) -> bool:
+    name = getattr(function, "__name__", "")
+    return name == "__setitem__" or name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
+
+
+def _write(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Runs a function that writes to its first argument."""
+    if not args or not isinstance(args[0], DTensor):  # a buffer of the module, or a metric's state
+        return function(*args[:1], *to_plain(args[1:]), **to_plain(kwargs))
+    target = args[0]
+    if _is_copy(target):
+        raise RuntimeError(
+            f"{function.__name__} writes to a part of a sequence that is split over ranks: it would write to a copy."
+            " Have it return a new tensor (torch.where, torch.cat), or choose another strategy, such as 'fsdp'."
+        )
+    if function is not Tensor.__setitem__ or all(placement.is_replicate() for placement in target.placements):
+        return function(*args, **kwargs)
+    whole = to_plain(target).clone()
+    function(whole, *to_plain(args[1:]))
+    replica: Any = to_replica(whole, target.device_mesh)
+    target.copy_(replica.redistribute(placements=target.placements))
+    return None
+
+
+def _is_copy(tensor: DTensor) -> bool:
+    """Whether it is a view for torch, but of a tensor that had to be gathered for it."""
+    base: Any = tensor._base
+    if base is None:
+        return False
+    parts = [part.to_local().untyped_storage() for part in (tensor, base)]
+    return parts[0].data_ptr() != parts[1].data_ptr()
+
+
+def _is_split_by_time(args: Any, kwargs: Any) -> bool:
+    tensors = [leaf for leaf in tree_leaves((args[:3], kwargs)) if isinstance(leaf, DTensor)]
+    return any(placement == Shard(tensor.ndim - 2) for tensor in tensors for placement in tensor.placements)
+
+
+def _attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """Attention of whole sequences, of some heads on each rank (Ulysses, Jacobs et al. 2023, arXiv:2309.14509).
+
+    Takes and returns [batch, heads, time, dim], split along time. Heads that the ranks can't share equally: each rank
+    has some samples; else every rank has all of them.
+    """
+    if dropout_p:
+        raise ValueError(
+            "attention with dropout can't be split along the sequence: set its dropout to 0 (that of other layers may"
+            " stay), or choose another strategy, such as 'fsdp'."
+        )
+    tensors = [query, key, value]
+    mesh = next(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor))
+    num_ranks, num_heads = mesh.size(), query.shape[1]
+    if enable_gqa and num_heads % num_ranks == 0 and key.shape[1] % num_ranks:
+        times = num_heads // key.shape[1]
+        tensors[1:] = [tensor.repeat_interleave(times, dim=1) for tensor in (key, value)]
+        enable_gqa = False
+    over: Any = Replicate()
+    if all(tensor.ndim == 4 and tensor.shape[1] % num_ranks == 0 for tensor in tensors):
+        over = Shard(1)
+    elif all(tensor.shape[0] % num_ranks == 0 for tensor in tensors):
+        over = Shard(0)
+    tensors = [_Moved.apply(_as_dtensor(tensor, mesh), over) for tensor in tensors]
+    query, key, value = tensors
+    result = functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+    return _Moved.apply(result, Shard(query.ndim - 2))
+
+
+class _Moved(torch.autograd.Function):
+    """A DTensor redistributed, with parts that are contiguous, as it says.
+
+    Kernels of attention lay results and gradients out as [batch, time, heads, dim]. torch's `redistribute` makes others
+    of them, but keeps the strides that the tensor has as a whole, and a later view of the parts fails.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: DTensor, placement: Any) -> DTensor:
+        ctx.placement = tensor.placements[0]
+        return _moved(tensor, placement)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: DTensor) -> tuple[DTensor, None]:
+        return _moved(gradient, Replicate() if ctx.placement.is_partial() else ctx.placement), None
+
+
+def _moved(tensor: DTensor, placement: Any) -> DTensor:
+    return _contiguous(_contiguous(tensor).redistribute(placements=[placement]))
+
+
+def _contiguous(tensor: DTensor) -> DTensor:
+    stride = torch.empty(tensor.shape, device="meta").stride()
+    local = tensor.to_local().contiguous()
+    return DTensor.from_local(
+        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=stride
+    )
+
+
+def _as_dtensor(tensor: Tensor, mesh: Any) -> Any:
+    return tensor if isinstance(tensor, DTensor) else to_replica(tensor, mesh)
+
+
+def _dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+    """Dropout by the random numbers that one process draws for the whole tensor: the same on each rank."""
+    if not training or p == 0 or input.device.type != "cpu":  # torch: on other devices DTensors draw so themselves
+        return functional.dropout(input, p, training, inplace)
+    factors = functional.dropout(torch.ones(input.shape, dtype=input.dtype), p)
+    return input.mul_(factors) if inplace else input * factors
+
+
+def _loss(function: Any, *args: Any, **kwargs: Any) -> Any:
+    bound = inspect.signature(function).bind(*args, **kwargs)
+    reduction = bound.arguments.get("reduction", "mean")
+    size_average, reduce = (bound.arguments.pop(name, None) for name in ("size_average", "reduce"))
+    if size_average is not None or reduce is not None:  # torch's old words for it
+        reduction = "none" if reduce is False else "sum" if size_average is False else "mean"
+    if function in _BY_CLASS:
+        return _class_loss(function, bound.arguments, reduction)
+    result = function(**(bound.arguments | {"reduction": "none"}))
+    if reduction == "none":
+        return result
+    total = result.sum()
+    if reduction == "sum":
+        return total
+    return total / (len(result) if reduction == "batchmean" else max(1, result.numel()))
+
+
+def _class_loss(function: Any, named: dict[str, Any], reduction: str) -> Any:
+    scores, target = named["input"], named["target"]
+    shape = target.shape
+    is_index = not target.is_floating_point()
+    if scores.ndim > 2:  # [batch, classes, time, ...]
+        scores = scores.movedim(1, -1).flatten(0, -2)
+        target = target.flatten() if is_index else target.movedim(1, -1).flatten(0, -2)
+    if reduction == "none":
+        losses = function(**(named | {"input": scores, "target": target, "reduction": "none"}))
+        return losses.view(shape) if is_index else losses
+    total = function(**(named | {"input": scores, "target": target, "reduction": "sum"}))
+    if reduction == "sum":
+        return total
+    if not is_index:
+        return total / max(1, scores[..., 0].numel())
+    is_kept = target != named.get("ignore_index", -100)
+    weight = named.get("weight")
+    if weight is None:
+        return total / is_kept.sum()
+    return total / (weight[torch.where(is_kept, target, 0)] * is_kept).sum()

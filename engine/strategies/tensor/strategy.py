@@ -17,10 +17,11 @@ Then the collectives of `fsdp` or `hsdp`, with 1/T of the bytes.
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import traceback
 import warnings
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from typing import Any
 
 import torch
@@ -30,28 +31,30 @@ from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.autograd.graph import Node
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 from torch.optim import Optimizer
 
 # torch: this starts its random numbers for DTensors; without it, torch gives all ranks the state of the first one.
-from ..._compat.torch import manual_seed
+# torch: runs a module with other tensors as its parameters; `functional_call` would run the module's hooks as well.
+from ..._compat.torch import _reparametrize_module, manual_seed, tree_map_only
 from ...checkpoint import get_random_state, set_random_state
 from ...choices import Axis
 from ...compression import CommHook
 from ...flags import Layout, check_count
 from ...initialization.materialize import check_shapes
+from ..contents import begin_count, in_tuples, num_writes
 from ..fsdp.shard_checks import explained
 from ..fsdp.strategy import FSDP
 from ..options import FSDPOptions, FSDPTPOptions, HSDPOptions, HSDPTPOptions, TPOptions
 from ..pipeline.remote_values import is_users
 from ..step_snapshot import StepSnapshot
 from ..whole_steps import plain_as_replicas
-from .mixed_loss import give_plain_gradients
 from .operator_rules import install_operator_rules, restore_operator_rules
 from .plan import make_plan
-from .replicated_region import compute_replicated, hooks_of
 from .styles import (
+    FusedColwise,
     MisfitError,
     ParallelRegion,
     cause_of,
@@ -60,6 +63,7 @@ from .styles import (
     refuse_second_backward,
     replicate,
     to_plain,
+    to_replica,
 )
 
 # torch: it warns of two all-gathers in a row, which the whole weights at the end of a run need.
@@ -204,11 +208,11 @@ class TensorParallel(FSDP):
         before = [(sub, key, p) for sub in submodule.modules() for key, p in sub._parameters.items() if p is not None]
         styles = [(sub, self._styles.pop(sub)) for sub in submodule.modules() if sub in self._styles]
         for sub, style in reversed(styles):  # children first: a parent's style handles the parameters that remain
-            hooks_before = hooks_of(sub)
+            hooks_before = _hooks_of(sub)
             # src_data_rank=None: every rank has the whole layer, so nothing is sent.
             parallelize_module(sub, self._split_mesh, style, src_data_rank=None)
             sub.register_forward_hook(refuse_second_backward)
-            self._applied[sub] = style, hooks_of(sub) - hooks_before
+            self._applied[sub] = style, _hooks_of(sub) - hooks_before
         if self._splits_sequences:
             # Each rank uses the unsplit parameters for a part of the sequence: their gradients must be summed.
             replicate(submodule, self._split_mesh)
@@ -238,7 +242,7 @@ class TensorParallel(FSDP):
         def plain(*args: Any, **kwargs: Any) -> Any:
             with plain_as_replicas(), _explaining_dtensor(self._refusal), explained(self.model, repr(self)):
                 result = self._run_or_replicate(marked, args, kwargs)
-                give_plain_gradients(result)
+                _give_plain_gradients(result)
                 return to_plain(result)
 
         return plain
@@ -267,7 +271,7 @@ class TensorParallel(FSDP):
         # The ranks have the same samples, so all of them come here.
         for part, (style, _) in self._applied.items():
             if isinstance(style, ParallelRegion) and type(part) is kind:
-                compute_replicated(part, style, self._applied)
+                _compute_replicated(part, style, self._applied)
         rank_zero_info(
             f"Every tensor-parallel rank computes the whole of each {kind.__name__}, whose weights stay split and are"
             f" gathered for it: its forward does not go with the derived plan ({cause_of(error.__cause__)})."
@@ -285,7 +289,7 @@ class TensorParallel(FSDP):
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Runs backward; as in forward, the user's own plain tensors count as replicas."""
-        give_plain_gradients(closure_loss)  # for steps with manual optimization
+        _give_plain_gradients(closure_loss)  # for steps with manual optimization
         with plain_as_replicas(), _explaining_dtensor(self._refusal):
             loss = super().backward(closure_loss, *args, **kwargs)
         if not self._is_inner or self.synchronises_always:
@@ -383,3 +387,103 @@ def _tie(sub: nn.Module) -> str:
         f"tensor_parallel_plan() must split layers that share a parameter, such as this {type(sub).__name__}, in the"
         " same way (the rows of an embedding, RowwiseParallel, are those of an output layer, ColwiseParallel), but"
     )
+
+
+# Handles losses that add plain tensors to split parameters, such as a penalty over `self.parameters()`.
+#
+# Outside of regions activations are plain tensors and split parameters are DTensors. Their sum is a DTensor, and
+# autograd gives both a DTensor as gradient; the plain part of the graph needs a plain tensor.
+
+# autograd: the nodes that turn a DTensor into a plain tensor (`_Leave` of styles.py, torch's to_local) or back (torch's
+# from_local). They convert the gradients, too, so the graph below them needs nothing.
+_IS_SPLIT = {"_LeaveBackward": False, "_ToTorchTensorBackward": False, "_FromTorchTensorBackward": True}
+
+
+def _give_plain_gradients(loss: Any) -> None:
+    """Hooks the graph of `loss` so that its plain tensors get plain gradients; does nothing if `loss` is plain.
+
+    Args:
+        loss: the output of a step: a tensor, or a nested value with tensors.
+    """
+    tree_map_only(DTensor, _hook_plain_inputs, loss)
+
+
+def _hook_plain_inputs(loss: DTensor) -> None:
+    if loss.grad_fn is None:
+        return
+    is_split: dict[Node, bool] = {}
+    """Whether the output of a node is a DTensor: one of its inputs was."""
+    hooked: set[Node] = set()
+    stack: list[tuple[Node, bool]] = [(loss.grad_fn, False)]
+    while stack:
+        node, inputs_are_known = stack.pop()
+        if node in is_split:
+            continue
+        if type(node).__name__ in _IS_SPLIT:
+            is_split[node] = _IS_SPLIT[type(node).__name__]
+            continue
+        inputs = [source for source, _ in node.next_functions if source is not None]
+        if not inputs_are_known:
+            stack += [(node, True), *((source, False) for source in inputs)]
+            continue
+        leaf = getattr(node, "variable", None)  # of an AccumulateGrad
+        is_split[node] = isinstance(leaf, DTensor) or any(is_split[source] for source in inputs)
+        for source in inputs if is_split[node] else ():
+            if not is_split[source] and source not in hooked:
+                hooked.add(source)
+                source.register_prehook(_plain)
+
+
+def _plain(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    return tuple(g.full_tensor() if isinstance(g, DTensor) else g for g in gradients)
+
+
+# Runs a region whose forward fails with DTensors: its weights stay split, and every rank computes all of it.
+#
+# Communication: an all-gather of the weights in forward, and another one where the forward is recomputed in backward.
+# The ranks have the same inputs and compute the same, so each has the whole gradient and keeps its own part: nothing
+# is sent.
+
+
+def _hooks_of(module: nn.Module) -> set[int]:
+    """Returns the keys of the forward hooks of `module` itself."""
+    return {*module._forward_pre_hooks, *module._forward_hooks}  # torch: Module._forward_hooks
+
+
+def _compute_replicated(
+    region: nn.Module, style: ParallelRegion, applied: Mapping[nn.Module, tuple[Any, Collection[int]]]
+) -> None:
+    """Makes every rank compute all of `region`: removes the hooks of its styles and gathers its weights in forward.
+
+    Args:
+        region: a sub-module of the model.
+        style: the style that it was split by.
+        applied: for each split sub-module its style, and the keys of the hooks that the style has registered.
+    """
+    for submodule in region.modules():
+        if submodule is region or submodule not in applied:
+            continue
+        style_of_part, keys = applied[submodule]
+        for key in keys:
+            submodule._forward_pre_hooks.pop(key, None)
+            submodule._forward_hooks.pop(key, None)
+        if isinstance(style_of_part, FusedColwise):
+            del submodule.forward
+    style.replacement = functools.partial(_forward, region)
+
+
+def _forward(region: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    parameters = dict(region.named_parameters())
+    mesh = next(p.device_mesh for p in parameters.values() if isinstance(p, DTensor))
+    wholes = to_plain(parameters)
+    versions = {name: begin_count(whole) for name, whole in wholes.items()}
+    with _reparametrize_module(region, wholes):
+        result = forward(*in_tuples(to_plain, args), **{name: in_tuples(to_plain, arg) for name, arg in kwargs.items()})
+    with torch.no_grad():  # all ranks have written the same
+        for name, version in versions.items():
+            if num_writes(wholes[name]) != version:
+                parameter: Any = parameters[name]
+                parameter.copy_(
+                    distribute_tensor(wholes[name].detach(), mesh, parameter.placements, src_data_rank=None)
+                )
+    return tree_map_only(Tensor, lambda tensor: to_replica(tensor, mesh), result)

@@ -7,7 +7,8 @@ written for, and the result is that of one process; torch inserts the collective
 import dis
 import functools
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -17,8 +18,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from torch.distributed.tensor.placement_types import Placement
 
+# torch: the placement of several blocks of rows on each rank.
+# torch: runs a module with other tensors in the place of its parameters.
 from ..._compat.torch import (
     AsyncCollectiveTensor,
+    _reparametrize_module,
     _StridedShard,
     tree_map_only,
 )
@@ -26,16 +30,17 @@ from ..contents import Contents, in_tuples
 from ..pipeline.remote_values import is_users
 
 __all__ = [
+    "EmbeddingParallel",
+    "Experts",
     "FusedColwise",
     "MisfitError",
     "ParallelRegion",
     "PlainRowwise",
     "VocabParallel",
     "cause_of",
-    "dtensor_parameter",
+    "find_experts",
     "is_raised_by_dtensor",
     "may_be_dtensors",
-    "plain_output",
     "refuse_second_backward",
     "replicate",
     "to_plain",
@@ -89,7 +94,7 @@ def _refuse(gradient: Tensor) -> None:
         raise RuntimeError(_NO_DOUBLE_BACKWARD)
 
 
-def plain_output(module: nn.Module, args: Any, output: Any) -> Any:
+def _plain_output(module: nn.Module, args: Any, output: Any) -> Any:
     """Forward hook: returns whole plain tensors in place of DTensors."""
     return to_plain(output)
 
@@ -117,7 +122,7 @@ class PlainRowwise(RowwiseParallel):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module = super()._apply(module, device_mesh)
-        module.register_forward_hook(plain_output)
+        module.register_forward_hook(_plain_output)
         return module
 
 
@@ -144,7 +149,7 @@ class ParallelRegion(ParallelStyle):
         arguments = _Arguments(self, device_mesh)
         module.register_forward_pre_hook(arguments.enter, with_kwargs=True)
         module.register_forward_hook(arguments.leave)
-        module.register_forward_hook(_cut_output if self.by_sequence else plain_output)
+        module.register_forward_hook(_cut_output if self.by_sequence else _plain_output)
         module.forward = functools.partial(self._run, module, module.forward)
         return module
 
@@ -251,7 +256,7 @@ def replicate(module: nn.Module, mesh: DeviceMesh) -> None:
     for submodule in module.modules():
         for name, parameter in submodule.named_parameters(recurse=False):
             if not isinstance(parameter, DTensor):
-                submodule.register_parameter(name, dtensor_parameter(parameter, parameter.detach(), mesh, Replicate()))
+                submodule.register_parameter(name, _dtensor_parameter(parameter, parameter.detach(), mesh, Replicate()))
 
 
 def to_replica(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -288,11 +293,11 @@ class FusedColwise(ParallelStyle):
             return whole.detach().unflatten(0, (self.num_parts, size, -1))[:, rank].flatten(0, 1).clone()
 
         weight, bias = module.weight, module.bias
-        module.weight = dtensor_parameter(weight, own_rows(weight), device_mesh, placement)
+        module.weight = _dtensor_parameter(weight, own_rows(weight), device_mesh, placement)
         if bias is not None and self.cuts_bias:
-            module.bias = dtensor_parameter(bias, own_rows(bias), device_mesh, placement)
+            module.bias = _dtensor_parameter(bias, own_rows(bias), device_mesh, placement)
         elif bias is not None:
-            module.bias = dtensor_parameter(bias, bias.detach(), device_mesh, Replicate())
+            module.bias = _dtensor_parameter(bias, bias.detach(), device_mesh, Replicate())
         module.forward = functools.partial(self._forward, module, device_mesh)  # type: ignore[method-assign]
         return module
 
@@ -330,7 +335,119 @@ class VocabParallel(ParallelStyle):
         return module
 
 
-def dtensor_parameter(whole: Tensor, local: Tensor, mesh: DeviceMesh, placement: Any) -> nn.Parameter:
+def _dtensor_parameter(whole: Tensor, local: Tensor, mesh: DeviceMesh, placement: Any) -> nn.Parameter:
     """Returns a DTensor parameter of the shape of `whole`, whose part on this rank is `local`."""
     tensor = DTensor.from_local(local, mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride())
     return nn.Parameter(tensor, requires_grad=whole.requires_grad)
+
+
+class EmbeddingParallel(RowwiseParallel):
+    """Splits an embedding [rows, width] by its rows. The row ``padding_idx`` of the whole table gets no gradient.
+
+    Args:
+        by_sequence: the output stays a DTensor that is sharded by its second dim; else it is a plain tensor.
+    """
+
+    def __init__(self, by_sequence: bool = False) -> None:
+        output = Shard(1) if by_sequence else Replicate()
+        super().__init__(input_layouts=Replicate(), output_layouts=output, use_local_output=False)
+        self.by_sequence = by_sequence
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module = super()._apply(module, device_mesh)
+        if module.padding_idx is not None:
+            # torch: its backward would count padding_idx within this rank's rows, not within the whole table.
+            module.forward = functools.partial(_without_padding, module, module.forward)
+            module.register_forward_hook(_stop_at_padding)
+        if not self.by_sequence:
+            module.register_forward_hook(_plain_output)
+        return module
+
+
+def _without_padding(module: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    index, module.padding_idx = module.padding_idx, None
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        module.padding_idx = index
+
+
+def _stop_at_padding(module: Any, args: Any, output: Tensor) -> Tensor:
+    is_padding = (args[0] == module.padding_idx).unsqueeze(-1)
+    return torch.where(is_padding, output.detach(), output)
+
+
+# Splits experts whose weights are 3-D parameters, [expert, out, in], such as those of Mixtral in transformers.
+#
+# Every rank has some hidden units of each expert: rows of both halves of ``gate_up_proj`` (gate and up projection, side
+# by side), and columns of ``down_proj``. It runs the module's own forward on these, as plain tensors; the outputs of
+# the ranks are summed. Communication: one all-reduce in forward, and one in backward for each input that has a
+# gradient.
+#
+# The shapes do not show in which order such parameters hold their elements (some models interleave gate and up), so
+# they are split only where the model says so: by the `_tp_plan` that transformers gives to its models.
+
+_UP, _DOWN = "gate_up_proj", "down_proj"
+_STYLES = {_UP: "packed_colwise", _DOWN: "rowwise"}
+"""The styles of transformers' plans that are split here."""
+
+
+class Experts(ParallelStyle):
+    """Splits a module with ``gate_up_proj`` [experts, 2 hidden, in] and ``down_proj`` [experts, out, hidden].
+
+    Args:
+        by_sequence: activations between the split layers are DTensors, and so is the output.
+    """
+
+    def __init__(self, by_sequence: bool = False) -> None:
+        super().__init__()
+        self.by_sequence = by_sequence
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        rank, size = device_mesh.get_local_rank(), device_mesh.size()
+        up, down = module.get_parameter(_UP), module.get_parameter(_DOWN)
+        own_rows = up.detach().unflatten(1, (2, size, -1))[:, :, rank].flatten(1, 2).clone()
+        own_columns = down.detach().unflatten(2, (size, -1))[:, :, rank].clone()
+        module.register_parameter(_UP, _dtensor_parameter(up, own_rows, device_mesh, _StridedShard(1, split_factor=2)))
+        module.register_parameter(_DOWN, _dtensor_parameter(down, own_columns, device_mesh, Shard(2)))
+        module.forward = functools.partial(self._forward, module, module.forward, device_mesh)
+        return module
+
+    def _forward(
+        self, module: nn.Module, forward: Callable[..., Any], mesh: DeviceMesh, *args: Any, **kwargs: Any
+    ) -> Any:
+        def local_input(tensor: Tensor) -> Tensor:
+            replica = to_replica(tensor, mesh)
+            return replica.to_local(grad_placements=[Partial()]) if isinstance(replica, DTensor) else replica
+
+        args, kwargs = tree_map_only(Tensor, local_input, (args, kwargs))
+        parameters: Any = module.named_parameters()  # DTensors
+        local_parameters = {name: parameter.to_local() for name, parameter in parameters}
+        with _reparametrize_module(module, local_parameters):
+            output = forward(*args, **kwargs)
+        whole = DTensor.from_local(output, mesh, [Partial()], run_check=False)
+        return to_replica(whole, mesh) if self.by_sequence else to_plain(whole)
+
+
+def find_experts(module: nn.Module, num_ranks: int) -> Iterator[tuple[str, str]]:
+    """Yields the names of the expert modules in transformers' plans, each with the reason not to split it, or ""."""
+    for path, model in module.named_modules():
+        plan = getattr(model, "_tp_plan", None)
+        if not isinstance(plan, Mapping):
+            continue
+        for pattern in (key for key, style in plan.items() if style == "moe_tp_experts"):
+            for name, submodule in model.named_modules():
+                if fnmatchcase(name, pattern):
+                    yield f"{path}.{name}".lstrip("."), _why_whole(submodule, plan, pattern, num_ranks)
+
+
+def _why_whole(submodule: nn.Module, plan: Mapping[str, Any], pattern: str, num_ranks: int) -> str:
+    shapes = {key: parameter.shape for key, parameter in submodule.named_parameters()}
+    styles = {key: plan.get(f"{pattern}.{key}") for key in shapes}
+    if styles != _STYLES or any(len(shape) != 3 for shape in shapes.values()):
+        plan_text = ", ".join(f"{key} {style!r}" for key, style in styles.items())
+        return f"transformers' plan for its parameters is not known here ({plan_text})"
+    hidden = shapes[_DOWN][2]
+    if shapes[_UP][1] != 2 * hidden:
+        return f"{_UP} has {shapes[_UP][1]} rows for {hidden} hidden units"
+    return f"{hidden} hidden units are no multiple of {num_ranks}" if hidden % num_ranks else ""

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from polyphase.engine.compression.counting_group import SimulatedGroup
-from polyphase.engine.strategies.fsdp.kept_whole import KeptWhole, kept_whole, refuse_fused
+from polyphase.engine.strategies.fsdp.comm import KeptWhole, kept_whole, refuse_fused
 
 
 class Several(nn.Module):

@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader
 from polyphase.callbacks import CommunicationMonitor
 from polyphase.engine import Engine
 from polyphase.engine.loop import compile
-from polyphase.engine.strategies.compiled_block import CompiledBlock
 from polyphase.engine.strategies.fsdp.rounded_gather import Rounded, check_uses, gather_rounded
+from polyphase.engine.strategies.units import CompiledBlock
 from tests.distributed import run_ranks
 from tests.engine.strategies.test_ddp_integration import QUIET
 from tests.pairs import nightly

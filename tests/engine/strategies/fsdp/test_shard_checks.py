@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 from polyphase.engine import Engine
 from polyphase.engine.errors import RefusedError
 from polyphase.engine.strategies.fsdp.shard_checks import check_tensor_parallel
-from polyphase.engine.strategies.sparse_gradients import check_dense_gradients
+from polyphase.engine.strategies.layout import check_dense_gradients
 from tests.engine.parity import largest_difference
 from tests.engine.strategies.fsdp.test_unit_order_integration import ROWS, Skipping, fit
 from tests.engine.strategies.test_ddp_integration import QUIET

@@ -5,8 +5,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from polyphase.engine.strategies.fsdp.direct_use import ANY, weights_used_in
-from polyphase.engine.strategies.fsdp.unit_plan import describe_units, plan_units
+from polyphase.engine.strategies.fsdp.unit_plan import ANY, describe_units, plan_units, weights_used_in
 from tests.engine.parity import WideVocabulary
 
 BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]

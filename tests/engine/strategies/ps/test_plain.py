@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from polyphase.engine.checkpoint import CheckpointError
 from polyphase.engine.reliability.heartbeat import Call
-from polyphase.engine.strategies.ps.plain import pack, unpack
+from polyphase.engine.strategies.ps.object_gather import pack, unpack
 
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),

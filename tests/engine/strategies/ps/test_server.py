@@ -5,8 +5,7 @@ import torch
 from torch import nn
 from torch.futures import Future
 
-from polyphase.engine.strategies.ps.server import Server, _Push
-from polyphase.engine.strategies.ps.shard import Shard, settings_of
+from polyphase.engine.strategies.ps.server import Server, Shard, _Push, settings_of
 
 
 def server(staleness: int, workers: int = 3, lr: float = 1.0) -> tuple[Server, torch.optim.Optimizer]:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from polyphase.engine.strategies.ps.shard import Packing, Shard, partition, settings_of
+from polyphase.engine.strategies.ps.server import Packing, Shard, partition, settings_of
 
 OPTIMIZERS = {
     "SGD": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True),

@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanSquaredError
 
 from polyphase.engine import Engine
+from polyphase.engine.strategies.tensor.context import SequenceFunctions
 from polyphase.engine.strategies.tensor.operator_rules import install_operator_rules, restore_operator_rules
-from polyphase.engine.strategies.tensor.sequence_functions import SequenceFunctions
 from polyphase.engine.strategies.whole_steps import plain_as_replicas
 from polyphase.models import ByteGPT
 from tests.distributed import run_ranks

@@ -6,9 +6,14 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
-from polyphase.engine.strategies.tensor.embeddings import EmbeddingParallel
 from polyphase.engine.strategies.tensor.plan import make_plan
-from polyphase.engine.strategies.tensor.styles import FusedColwise, ParallelRegion, PlainRowwise, VocabParallel
+from polyphase.engine.strategies.tensor.styles import (
+    EmbeddingParallel,
+    FusedColwise,
+    ParallelRegion,
+    PlainRowwise,
+    VocabParallel,
+)
 from polyphase.models import ByteGPT
 
 from .attentions import BLOCKS, DIM, Apart, Fused, FusedGate, Gated, MultiQuery, NoHeads, Residual
