@@ -23,8 +23,6 @@ from torch.utils.data import DataLoader
 from typing_extensions import Unpack
 
 from . import verify as verification
-from .argument_checks import checks_arguments
-from .arguments import Arguments, Duration, Plugin, with_arguments_of
 from .checkpoint import get_random_state, set_random_state
 from .checkpoint.export import check_target
 from .checkpoint.export import export as write_export
@@ -42,16 +40,14 @@ from .choices import (
     StrategyName,
     UnevenPolicy,
 )
-from .comm_benchmark import NUM_STEPS, ReportWriter, WireReport
 from .compression import COMM_HOOKS, make_comm_hook
-from .config import EngineConfig
-from .data import check_batch_sizes, check_loader
-from .default_callbacks import default_run_summary, with_defaults
+from .compression.forecast import NUM_STEPS, ReportWriter, WireReport
+from .config import Arguments, Duration, EngineConfig, Plugin, checks_arguments, with_arguments_of
+from .data.batch_sizes import check_batch_sizes, check_loader
 from .distributed.launchers import environment_of_launcher, resolve_sizes
 from .errors import RefusedError, check_checkpoint, check_nodes, check_writable, refusing
 from .flags import Layout, check_count, choose
-from .initialization.materialize import check_shapes
-from .initialization.stored_weights import read_stored
+from .initialization.stored_weights import check_shapes, read_stored
 from .loop import (
     NonFiniteWatch,
     OffloadActivations,
@@ -67,8 +63,7 @@ from .loop import (
     install_loops,
     reports_uncaught,
 )
-from .preflight import check_module
-from .select import select, use_own_device
+from .select import check_module, default_run_summary, select, use_own_device, with_defaults
 from .strategies import STRATEGIES, adapt, lists_devices, prepare_to_repeat
 from .strategies.offload import choose_offload
 from .strategies.recompute import blocks_to_recompute, check_recompute, kept_operators

@@ -5,29 +5,34 @@ import functools
 import numbers
 import os
 import re
+import types
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.accelerators import AcceleratorRegistry, CPUAccelerator
+from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy, StrategyRegistry
 from lightning.pytorch.trainer.connectors import accelerator_connector
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 # Lightning: the meaning of accelerator="auto" and "gpu".
 from ._compat.lightning import _select_auto_accelerator
 from .compression import CommHook, make_comm_hook
 from .config import EngineConfig
 from .flags import LAUNCHERS, Flag, did_you_mean, parse_flag, parse_options, split_launcher
+from .loop import CompileSteps
 from .precision.names import TRANSFORMER_ENGINE, canonical_precision
 from .precision.plugins import make_precision
 from .strategies.registry import STRATEGIES, find_strategy, import_all
 from .strategies.sync_batchnorm import SyncBatchNorm
 
-__all__ = ["TrainerArgs", "select", "use_own_device"]
+__all__ = ["check_module", "default_run_summary", "select", "use_own_device", "with_defaults"]
 
 import_all()
 
@@ -37,7 +42,7 @@ class InvalidFlagError(ValueError, MisconfigurationException):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainerArgs:
+class _TrainerArgs:
     """The arguments that `lightning.pytorch.Trainer` gets, and the comm hook."""
 
     strategy: Strategy | str
@@ -49,7 +54,7 @@ class TrainerArgs:
     comm_hook: CommHook | None = None
 
 
-def select(config: EngineConfig, *, devices: Any, num_nodes: int, plugins: list[Any]) -> TrainerArgs:
+def select(config: EngineConfig, *, devices: Any, num_nodes: int, plugins: list[Any]) -> _TrainerArgs:
     """Returns the arguments for a set of flags.
 
     Args:
@@ -89,7 +94,7 @@ def select(config: EngineConfig, *, devices: Any, num_nodes: int, plugins: list[
         strategy_object = row.make_for_several(device_type, num_devices, num_nodes, config.sync_batchnorm)
     else:
         devices = _one_device(devices, num_devices, num_nodes)
-    return TrainerArgs(
+    return _TrainerArgs(
         strategy=strategy_object,
         devices=devices,
         options=options,
@@ -163,7 +168,7 @@ def _plugins(plugins: list[Any], precision: Any, device_type: str, sync_batchnor
 
 def _lightnings_own(
     strategy: Strategy | str, devices: Any, precision: Any, comm_hook: CommHook | None, plugins: list[Any]
-) -> TrainerArgs:
+) -> _TrainerArgs:
     if comm_hook is not None:
         name = strategy if isinstance(strategy, str) else type(strategy).__name__
         raise ValueError(
@@ -171,7 +176,7 @@ def _lightnings_own(
             f" Lightning's own {name}: choose one of them by name, or give the strategy its own comm hook."
         )
     options = getattr(strategy, "options", None)
-    return TrainerArgs(strategy=strategy, devices=devices, options=options, precision=precision, plugins=plugins)
+    return _TrainerArgs(strategy=strategy, devices=devices, options=options, precision=precision, plugins=plugins)
 
 
 def _compressing() -> list[str]:
@@ -295,3 +300,109 @@ def _one_device(devices: Any, num_devices: int, num_nodes: int) -> Any:
             " device(s): set devices=1, or choose 'ddp', 'fsdp' or 'hsdp'."
         )
     return devices
+
+
+# The callbacks that the engine adds if the user has passed none of their kind.
+#
+# Callbacks import the engine, not the reverse; these few are the exception, and are imported by name.
+
+
+def with_defaults(
+    callbacks: list[Callback], config: EngineConfig, mode: str | None
+) -> tuple[list[Callback], Callback | None]:
+    """Returns `callbacks` with those that the flags ask for, and with the default progress bar in place of Lightning's.
+
+    Args:
+        callbacks: the user's; changed in place.
+        config: the flags.
+        mode: mode of `torch.compile`; None: nothing is compiled.
+    """
+    default_bar: Callback | None = None
+    shows_progress = config.enable_progress_bar is not False and not config.barebones
+    if shows_progress and not any(isinstance(callback, ProgressBar) for callback in callbacks):
+        callbacks.append(default_bar := _progress_bar())
+    if config.continues_runs and not any(hasattr(callback, "snapshot_folder") for callback in callbacks):
+        callbacks.append(_snapshot())
+    if mode is not None:
+        callbacks.insert(0, CompileSteps(mode))
+    return callbacks, default_bar
+
+
+def default_run_summary(config: EngineConfig, callbacks: Sequence[Callback]) -> Callback | None:
+    """Returns the summary of a run; None if the flags turn it off, or the user has passed one."""
+    is_wanted = not config.is_silent if config.enable_run_summary is None else config.enable_run_summary
+    has_one = any(hasattr(callback, "on_run_end") for callback in callbacks)
+    return _run_summary() if is_wanted and not has_one else None
+
+
+def _progress_bar() -> Callback:
+    from polyphase.callbacks import default_progress_bar
+
+    return default_progress_bar()
+
+
+def _snapshot() -> Callback:
+    from polyphase.callbacks import default_snapshot
+
+    return default_snapshot()
+
+
+def _run_summary() -> Callback:
+    from polyphase.callbacks import RunSummary
+
+    return RunSummary()
+
+
+def check_module(module: LightningModule, *, precision: str, comm_hook: CommHook | None = None) -> None:
+    """Checks that `module` can be trained.
+
+    Raises:
+        MisconfigurationException: it has no optimizer, or its own optimization loop would bypass the loss scale.
+        ValueError: it has gradients that `comm_hook` can't compress.
+    """
+    kind = type(module).__name__
+    if not _overrides(module, "configure_optimizers"):
+        raise MisconfigurationException(
+            f"No `configure_optimizers()` method defined in {kind}: there is nothing to train with. Add one that"
+            " returns an optimizer, e.g. `return torch.optim.AdamW(self.parameters())`."
+        )
+    if precision == "16-mixed" and not module.automatic_optimization and not _mentions(module, "manual_backward"):
+        raise MisconfigurationException(
+            f"{kind} optimizes by hand and never calls `self.manual_backward(loss)`, so precision='16-mixed' could not"
+            " scale its loss: call it in place of `loss.backward()`, or choose precision='bf16-mixed'."
+        )
+    if precision == "16-mixed" and not module.automatic_optimization and _mentions(module, "get_scale"):
+        rank_zero_warn(
+            f"{kind} reads the loss scale. Gradients are unscaled when `self.manual_backward(loss)` returns, unlike"
+            " those of Lightning's Trainer: don't divide them, or what clips them, by it."
+        )
+    if comm_hook is not None and not _overrides(module, "configure_model"):  # otherwise the module is not complete yet
+        comm_hook.check(module)
+        comm_hook.is_checked = True
+
+
+def _overrides(module: LightningModule, name: str) -> bool:
+    return getattr(type(module), name) is not getattr(LightningModule, name) or name in vars(module)
+
+
+def _mentions(module: LightningModule, name: str) -> bool:
+    """Whether any method of the module's own classes, or a function nested in one, uses the attribute `name`."""
+    user_classes = (cls for cls in type(module).__mro__ if not cls.__module__.startswith(("lightning.", "torch.")))
+    methods = (value for cls in user_classes for value in vars(cls).values() if isinstance(value, types.FunctionType))
+    functions = (function for method in methods for function in _decorated(method))
+    return any(name in code.co_names for function in functions for code in _nested(function.__code__))
+
+
+def _decorated(function: types.FunctionType) -> Iterator[types.FunctionType]:
+    """The function itself, and the functions that its decorators wrap."""
+    yield function
+    for cell in function.__closure__ or ():
+        if isinstance(cell.cell_contents, types.FunctionType):
+            yield from _decorated(cell.cell_contents)
+
+
+def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _nested(constant)

@@ -23,7 +23,7 @@ BATCH: Sequence[Stop] = (
         "workers and their random states included",
         "engine/loop/data_connector.py",
     ),
-    ("The loop fetches a batch", "the flat loop of an epoch: fetch, step, log, validate", "engine/loop/flat_epoch.py"),
+    ("The loop fetches a batch", "the flat loop of an epoch: fetch, step, log, validate", "engine/loop/training.py"),
     ("It is copied to the device", "while the batch before is computed", "engine/loop/transfer.py"),
     (
         "training_step computes the loss",

@@ -15,7 +15,7 @@ from ..flags import choose, did_you_mean
 from ..precision.names import ALIASES, PRECISIONS, TRANSFORMER_ENGINE
 from ..strategies.registry import check_strategy
 from . import classes
-from .class_names import check_argument, check_class_name
+from .classes import check_argument, check_class_name
 from .flag_table import COMMANDS, ENGINE_FLAGS, FlagRow, flags_of
 
 __all__ = ["KINDS", "UsageError", "check", "check_value", "split"]

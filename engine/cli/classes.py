@@ -5,12 +5,25 @@ import dataclasses
 import functools
 import importlib.util
 import os
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-__all__ = ["class_arguments", "find_module", "kind_of", "models_of", "own_classes", "read"]
+from ..flags import did_you_mean
+
+__all__ = [
+    "check_argument",
+    "check_class_name",
+    "class_arguments",
+    "find_module",
+    "missing_module",
+    "models_of",
+    "no_argument",
+    "own_classes",
+    "read",
+]
 
 _BASES = {"LightningModule": "model", "LightningDataModule": "data"}
 _MOST_FILES = 200
@@ -100,19 +113,19 @@ def _hooked(name: str) -> importlib.machinery.ModuleSpec | None:
         return importlib.machinery.ModuleSpec(name, None)
 
 
-def kind_of(name: str, source: _Source, depth: int = 6) -> str | None:
+def _kind_of(name: str, source: _Source, depth: int = 6) -> str | None:
     """Returns ``"model"`` or ``"data"`` for a class that derives from Lightning's; None if that is not visible."""
     if depth == 0:
         return None
     if name in source.classes:
         for base in source.classes[name].bases:
             short = base.attr if isinstance(base, ast.Attribute) else base.id if isinstance(base, ast.Name) else ""
-            kind = _BASES.get(short) or kind_of(short, source, depth - 1)
+            kind = _BASES.get(short) or _kind_of(short, source, depth - 1)
             if kind:
                 return kind
         return None
     origin = _origin(name, source)
-    return kind_of(*origin, depth - 1) if origin else None
+    return _kind_of(*origin, depth - 1) if origin else None
 
 
 def _origin(name: str, source: _Source) -> tuple[str, _Source] | None:
@@ -146,7 +159,7 @@ def models_file() -> str:
 def models_of(kind: str) -> tuple[str, ...]:
     """Returns the names of the ``"model"`` or ``"data"`` classes of `polyphase.models`."""
     source = read(models_file())
-    return tuple(name for name in source.imported if kind_of(name, source) == kind) if source else ()
+    return tuple(name for name in source.imported if _kind_of(name, source) == kind) if source else ()
 
 
 def own_classes(kind: str, folder: str | None = None) -> dict[str, str]:
@@ -160,7 +173,7 @@ def own_classes(kind: str, folder: str | None = None) -> dict[str, str]:
             continue
         source = read(str(path))
         for name in source.classes if source else ():
-            if kind_of(name, source) == kind:  # type: ignore[arg-type]
+            if _kind_of(name, source) == kind:  # type: ignore[arg-type]
                 paths[".".join([*(part for part in parts if part != "__init__"), name])] = name
     return paths
 
@@ -193,3 +206,103 @@ def _written(arguments: ast.arguments) -> dict[str, str]:
         + (f" = {ast.unparse(default)}" if default is not None else " (required)")
         for argument, default in pairs
     }
+
+
+def check_class_name(kind: str, name: str) -> None:
+    """Checks a short name, or an import path as far as its source files allow.
+
+    Args:
+        kind: ``"model"`` or ``"data"``.
+        name: the value of the flag.
+
+    Raises:
+        ValueError: the class does not exist.
+    """
+    module, _, class_name = name.rpartition(".")
+    if not module:
+        _check_short_name(kind, name)
+        return
+    path = find_module(module)
+    if path is None:
+        raise ValueError(missing_module(module, class_name))
+    source = read(path) if path else None
+    if source is None or source.is_open or class_name in source.names:
+        return
+    package = os.path.dirname(path) if path.endswith("__init__.py") else None
+    if package and os.path.exists(os.path.join(package, f"{class_name}.py")):
+        raise ValueError(f"{name} is a module; name a class in it, as in --{kind} {name}.MyClass.")
+    likely = [candidate for candidate in source.classes if _kind_of(candidate, source) == kind]
+    hint = did_you_mean(class_name, [*likely, *source.imported], str) or did_you_mean(class_name, source.classes, str)
+    list_of_classes = f" It has {', '.join(sorted(likely))}." if likely and not hint else ""
+    raise ValueError(f"module {module} has no {class_name}.{hint}{list_of_classes}")
+
+
+def _check_short_name(kind: str, name: str) -> None:
+    model_names = models_of(kind)
+    if name in model_names:
+        return
+    own = own_classes(kind)
+    paths = [path for path, short in own.items() if short == name]
+    if paths:
+        hint = f" Did you mean --{kind} {paths[0]}?"
+    else:
+        shown = {name: name for name in model_names} | {short: path for path, short in own.items()}
+        hint = did_you_mean(name, shown, lambda near: repr(shown[near]))
+    raise ValueError(
+        f"unknown {kind} class {name!r}.{hint} Allowed: {', '.join([*model_names, *own][:12])}."
+        f" Name your own class by its import path: --{kind} package.Class."
+    )
+
+
+def missing_module(module: str, class_name: str) -> str:
+    """Returns the message about a missing module: where it was searched, and a suggestion."""
+    first = module.partition(".")[0]
+    if first != module and find_module(first) is not None:
+        return f"No module named {module!r}: there is {first!r}, but it has no such part."
+    similar = [path for kind in ("model", "data") for path, name in own_classes(kind).items() if name == class_name]
+    near = [file.removesuffix(".py") for file in os.listdir() if file.endswith(".py") or os.path.isdir(file)]
+    hint = (
+        f" Did you mean {similar[0]}?"
+        if similar
+        else did_you_mean(first, near, lambda n: f"{n}.{class_name or 'Class'}")
+    )
+    return f"No module named {module!r} in {os.getcwd()} or among what is installed.{hint}"
+
+
+# --- arguments of the classes' constructors
+
+
+def no_argument(class_name: str, name: str, names: Sequence[str]) -> str:
+    """Returns the message about an argument that a class does not have."""
+    hint = did_you_mean(name, names)
+    list_of_arguments = "" if hint else f" It has {', '.join(names[:12])}." if names else " It has no arguments."
+    return f"{class_name} has no {name!r}.{hint}{list_of_arguments}"
+
+
+def check_argument(class_path: str, key: str, value: str | None) -> None:
+    """Checks an argument of a class, as far as its source file allows: ``--model.lr 0.1``.
+
+    Args:
+        class_path: the value of ``--model`` or ``--data``.
+        key: the text after the dot of ``--model.KEY``.
+        value: the text of the value.
+
+    Raises:
+        ValueError: the class has no such argument, or the argument is a number and the value is not.
+    """
+    module, _, class_name = class_path.rpartition(".")
+    path = find_module(module) if module else models_file()
+    source = read(path) if path else None
+    arguments = class_arguments(class_name, source) if source else None
+    name = key.removeprefix("init_args.")
+    if arguments is None or not name.isidentifier() or name in ("help", "class_path", "init_args", "dict_kwargs"):
+        return
+    if name not in arguments:
+        raise ValueError(no_argument(class_name, name, list(arguments)))
+    kind = re.sub(r"\s*\|\s*None|^Optional\[|\]$", "", re.split(" = | \\(required", arguments[name])[0])
+    if value is not None and value.lower() not in ("null", "none", "~", "") and kind in ("int", "float"):
+        try:
+            float(value.replace("_", ""))
+        except ValueError:
+            words = {"int": "a whole number", "float": "a number"}[kind]
+            raise ValueError(f"{value!r} is not {words}.") from None

@@ -19,7 +19,7 @@ from ..engine import Engine
 from ..errors import RefusedError, check_checkpoint
 from ..flags import check_count, did_you_mean
 from ..loop import quiet
-from .class_names import missing_module, no_argument
+from .classes import missing_module, no_argument
 from .console import exit_with as _exit
 from .flag_table import ENGINE_FLAGS, flags_of
 

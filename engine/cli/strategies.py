@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import importlib
 import inspect
 import itertools
 import os
@@ -9,16 +10,20 @@ import sys
 import textwrap
 import typing
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from ..compression.registry import ROWS as HOOKS
 from ..flags import LAUNCHERS, choose
-from ..plugins import COMM_HOOK_GROUP, STRATEGY_GROUP, load_plugin, plugin_names
 from ..precision.names import ALIASES, PRECISIONS
+from ..registration import COMM_HOOK_GROUP, STRATEGY_GROUP, load_plugin, plugin_names
 from ..strategies.registry import STRATEGIES, StrategySpec, find_strategy
-from .class_names import check_class_name
+from .classes import check_class_name
 from .console import exit_with
 
-__all__ = ["main"]
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
+
+__all__ = ["explained", "main"]
 
 WIDTH = 100
 
@@ -43,7 +48,6 @@ def main(words: Sequence[str]) -> int:
             if os.getcwd() not in sys.path:
                 sys.path.insert(0, os.getcwd())
             check_class_name("model", words[1])
-            from .explain import explained
 
             print(explained(words[1]))
         elif len(words) == 1 and not words[0].startswith("-"):
@@ -233,3 +237,60 @@ def field_docs(options: type) -> dict[str, str]:
             ):
                 docs[field.target.id] = " ".join(str(text.value.value).split())
     return docs
+
+
+_MOST_RANKS = 64
+
+
+def explained(name: str) -> str:
+    """The units and the tensor-parallel plan of a model that is built without arguments and without memory.
+
+    Args:
+        name: name of a class of `polyphase.models`, or an import path such as ``package.Class``.
+
+    Raises:
+        ValueError: there is no such class, it can't be built, or no part of it can be split.
+    """
+    # These import torch, which the other uses of the command do not need.
+    from ..strategies import describe_units, make_plan
+
+    model = _build(name)
+    lines = [describe_units(model), ""]
+    sizes = []
+    refused: ValueError | None = None
+    for size in range(2, _MOST_RANKS + 1):
+        try:
+            make_plan(model, size)
+            sizes.append(size)
+        except ValueError as error:
+            refused = refused or error
+    if not sizes:
+        assert refused is not None
+        return "\n".join([*lines, f"No tensor parallelism: {refused}"])
+    fits = f"tp can be {', '.join(map(str, sizes))} (of up to {_MOST_RANKS})."
+    return "\n".join([*lines, str(make_plan(model, sizes[0])), "", fits])
+
+
+def _build(name: str) -> "LightningModule":
+    import torch
+    from lightning.pytorch import LightningModule
+
+    sys.path.insert(0, os.getcwd())  # as in the other commands
+    package, _, class_name = name.rpartition(".")
+    try:
+        module = importlib.import_module(package or "polyphase.models")
+    except ImportError as error:
+        raise ValueError(f"can't import {package!r}, where {class_name!r} should be: {error}.") from None
+    classes = {
+        key: value
+        for key, value in vars(module).items()
+        if isinstance(value, type) and issubclass(value, LightningModule)
+    }
+    model_class = classes[choose("model", class_name, classes)]
+    try:
+        with torch.device("meta"):
+            model = model_class()
+            model.configure_model()
+    except Exception as error:
+        raise ValueError(f"{name} can't be built without arguments, so it can't be described: {error}") from error
+    return model

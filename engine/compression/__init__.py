@@ -6,13 +6,13 @@ from ..lazy import import_on_access
 from .registry import COMM_HOOKS, make_comm_hook, register_comm_hook
 
 if TYPE_CHECKING:
-    from .all_reduce import AllReduceHook
     from .auto import Auto
     from .base import CommHook, NonFiniteGradientError
     from .bucket import Bucket, ParamSlice
+    from .cast import AllReduceHook
     from .counting_group import CountingGroup, TrafficKey, busy_s, seconds_between
+    from .feedback import reshard_residuals
     from .forecast import Forecast, Link
-    from .residual_resharding import reshard_residuals
 
 __all__ = [
     "COMM_HOOKS",
@@ -43,11 +43,11 @@ __getattr__ = import_on_access(
         "Link": "forecast",
         "ParamSlice": "bucket",
         "NonFiniteGradientError": "base",
-        "AllReduceHook": "all_reduce",
+        "AllReduceHook": "cast",
         "TrafficKey": "counting_group",
         "CountingGroup": "counting_group",
         "busy_s": "counting_group",
-        "reshard_residuals": "residual_resharding",
+        "reshard_residuals": "feedback",
         "seconds_between": "counting_group",
     },
 )

@@ -12,9 +12,9 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
 from ..flags import check_count
-from .all_reduce import AllReduceHook
 from .base import CommHook, ParameterState
 from .bucket import Bucket
+from .cast import AllReduceHook
 from .counting_group import CountingGroup, seconds_between, timestamp
 from .forecast import Forecast, Link, Step, advice, forecast, measure_links
 

@@ -14,7 +14,7 @@ from .base import CommHook
 from .bucket import Bucket
 from .counting_group import CountingGroup
 
-__all__ = ["BF16", "FP16"]
+__all__ = ["BF16", "FP16", "AllReduceHook"]
 
 
 class _Cast(CommHook):
@@ -48,3 +48,14 @@ class BF16(_Cast):
     name = "bf16"
     description = "all-reduce in bfloat16: half the bytes, the range of fp32"
     dtype = torch.bfloat16
+
+
+class AllReduceHook(CommHook):
+    """Averages gradients with an all-reduce in their own dtype."""
+
+    name = "none"
+    description = "gradients as they are"
+
+    def average(self, bucket: Bucket, wire: CountingGroup) -> None:
+        """Divides first, as DDP does without a hook."""
+        wire.all_reduce(bucket.gradients.div_(wire.size))

@@ -5,19 +5,23 @@ is run on buckets like the real ones with a simulated group, which gives its com
 step, and the time at which each bucket is ready, are taken from real steps.
 """
 
+import dataclasses
+import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from .base import CommHook
 from .bucket import Bucket
 from .counting_group import CountingGroup, Message, SimulatedGroup, clock_s
 
-__all__ = ["Forecast", "Link", "Step", "advice", "forecast", "measure_links"]
+__all__ = ["NUM_STEPS", "Forecast", "Link", "ReportWriter", "Step", "WireReport", "advice", "forecast", "measure_links"]
 
 _SMALL_BYTES, _LARGEST_BYTES = 2**10, 2**26
 _LONG_ENOUGH_S = 0.2
@@ -233,3 +237,65 @@ def _step_s(step: Step, costs: Sequence[float], plain_costs: Sequence[float]) ->
         done = max(done, ready) + cost
     rest = step.length_s - step.averaged_s[-1]
     return done + rest
+
+
+NUM_STEPS = 6
+"""Steps until `compression="auto"` has chosen."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WireReport:
+    """The result of `Engine.bench_comm`."""
+
+    num_ranks: int
+    links: dict[str, Link]
+    """Latency and bandwidth between the ranks, by collective."""
+    forecasts: list[Forecast]
+    """Forecasts of a step, one for each compression."""
+    recommended: str
+    """The compression to set; may be ``"none"``."""
+
+    def __str__(self) -> str:
+        lines = [f"between {self.num_ranks} ranks     latency    bandwidth"]
+        lines += [
+            f"  {name:20} {1e3 * link.latency_s:7.2f} ms {link.bytes_per_s / 1e6:7.1f} MB/s"
+            for name, link in self.links.items()
+        ]
+        lines.append("compression             step (forecast)   times none   sent by a rank")
+        plain_s = next((forecast.step_s for forecast in self.forecasts if forecast.compression == "none"), None)
+        lines += [
+            f"  {forecast.compression:20} {1e3 * forecast.step_s:12.1f} ms"
+            + (f" {forecast.step_s / plain_s:12.3f}" if plain_s else " " * 13)
+            + f" {forecast.sent_bytes / 1e6:13.3f} MB"
+            for forecast in self.forecasts
+        ]
+        why = "compression saves no time here" if self.recommended == "none" else "the fastest, or nearly"
+        lines.append(f"recommended: compression={self.recommended!r} ({why})")
+        return "\n".join([*lines, advice(self.forecasts, self.links, self.num_ranks)])
+
+    @classmethod
+    def read(cls, path: Path) -> "WireReport":
+        """Reads the report that `ReportWriter` wrote."""
+        content = json.loads(path.read_text())
+        return cls(
+            num_ranks=content["num_ranks"],
+            links={name: Link(*link) for name, link in content["links"].items()},
+            forecasts=[Forecast(*values) for values in content["forecasts"]],
+            recommended=content["recommended"],
+        )
+
+
+class ReportWriter(Callback):
+    """Writes the result of `compression="auto"` to `path` on rank 0, since another process may read it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """To be called on all ranks."""
+        hook = trainer.strategy.comm_hook  # type: ignore[attr-defined]
+        if trainer.is_global_zero:
+            report = WireReport(
+                num_ranks=trainer.world_size, links=hook.links, forecasts=hook.forecasts, recommended=hook.chosen
+            )
+            self.path.write_text(json.dumps(dataclasses.asdict(report)))

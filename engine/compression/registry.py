@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..flags import choose, parse_flag, parse_options
 from ..lazy import Reference
-from ..plugins import COMM_HOOK_GROUP, load_plugin, plugin_names
-from ..registration import check_new_name
+from ..registration import COMM_HOOK_GROUP, check_new_name, load_plugin, plugin_names
 
 if TYPE_CHECKING:
     from .base import CommHook
@@ -174,7 +173,7 @@ COMM_HOOKS: Mapping[str, "type[CommHook]"] = _Classes()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ParsedCompression:
+class _ParsedCompression:
     """A parsed compression flag, checked as far as possible without torch."""
 
     name: str
@@ -184,7 +183,7 @@ class ParsedCompression:
     """``"fp16"``, ``"bf16"`` or ``""``."""
 
 
-def parse_compression(flag: str) -> ParsedCompression:
+def parse_compression(flag: str) -> _ParsedCompression:
     """Parses a flag such as ``"powersgd:2,start=100"`` or ``"topk:0.01+fp16"`` without importing the hook.
 
     The constructor's parameters are the flag's options. The name of the first may be omitted, unless it is `start` or
@@ -211,7 +210,7 @@ def parse_compression(flag: str) -> ParsedCompression:
     if plus:
         _check_dtype(name, choose("dtype to send in", dtype, list(_DTYPES)))
     arguments = {key: getattr(values, key) for key in texts}
-    return ParsedCompression(name=name, arguments=arguments, dtype=dtype)
+    return _ParsedCompression(name=name, arguments=arguments, dtype=dtype)
 
 
 def make_comm_hook(flag: str) -> "CommHook | None":
@@ -255,7 +254,7 @@ def register_comm_hook(hook: _HookT) -> _HookT:
     The hook can be combined with the strategies that support every compression (``ddp``, ``zero1``, ``hsdp``,
     ``local_sgd``, ``diloco``), and with ``fsdp`` if ``reduces_shards`` is true. Call it in the script or in the model's
     module, which every process imports; an installed package names that module as an entry point, see
-    `polyphase.engine.plugins`.
+    `polyphase.engine.registration`.
 
     Example:
         >>> @register_comm_hook

@@ -18,7 +18,7 @@ from .bucket import Bucket, ParamSlice, accumulation_dtype
 from .counting_group import CountingGroup, aligned
 from .feedback import ErrorFeedbackHook
 
-__all__ = ["Sign", "pack", "unpack"]
+__all__ = ["Sign"]
 
 _RUN = 2**20
 """Smallest number of values in a message."""
@@ -60,7 +60,7 @@ def _packed(parts: list[Tensor]) -> Tensor:
     scales, signs = [], []
     for part in parts:
         scales.append(part.abs().mean(1, dtype=accumulation_dtype(part.dtype)).bfloat16())
-        signs.append(pack(part >= 0))
+        signs.append(_pack(part >= 0))
     return torch.cat([torch.cat(scales).view(torch.uint8), *signs])
 
 
@@ -73,7 +73,7 @@ def _average(parts: list[Tensor], run: Bucket, gathered: Tensor, wire: CountingG
     for part, average, of_rows, bits in by_member:
         average = average.view_as(part)
         for rank in range(wire.size):
-            signs_of_rank = unpack(bits[rank], part.numel(), part.dtype).view_as(part)
+            signs_of_rank = _unpack(bits[rank], part.numel(), part.dtype).view_as(part)
             scale = of_rows[rank].unsqueeze(1)
             if rank == wire.rank:
                 part.addcmul_(signs_of_rank, scale, value=-1)
@@ -91,7 +91,7 @@ def _rows(member: ParamSlice) -> int:
     return rows if len(member.shape) > 1 and columns >= _SHORT_ROW else 1
 
 
-def pack(bits: Tensor) -> Tensor:
+def _pack(bits: Tensor) -> Tensor:
     """Packs booleans into bytes [ceil(n / 8)], the first one in the lowest bit; padded with False."""
     padded = torch.nn.functional.pad(bits.flatten().view(torch.uint8), (0, -bits.numel() % 8))
     # Eight bytes of 0 or 1 are read as one integer; this product collects their bits in the highest byte.
@@ -99,8 +99,8 @@ def pack(bits: Tensor) -> Tensor:
     return ((words * 0x0102040810204080) >> 56).to(torch.uint8)
 
 
-def unpack(packed: Tensor, n: int, dtype: torch.dtype) -> Tensor:
-    """Reverses `pack`: returns `n` values, 1 for True and -1 for False."""
+def _unpack(packed: Tensor, n: int, dtype: torch.dtype) -> Tensor:
+    """Reverses `_pack`: returns `n` values, 1 for True and -1 for False."""
     return _table(packed.device, dtype).index_select(0, packed.int()).view(-1)[:n]
 
 

@@ -1,15 +1,11 @@
 """Splits the user's order of samples over the ranks, and tracks the position of a run in this order."""
 
-from .batch_size_flags import check_batch_sizes, check_loader
 from .clone_loader import clone_loader
-from .data_set_epoch import epoch_of, epoch_setter, set_epoch
 from .drawing import draws_at_once, restore_sampler
 from .epoch_position import EpochPosition, controlling_sampler, order_of, tell_batch_sampler
 from .even_batches import EvalBatchSampler, check_length, evaluated_order, even_batches_of, is_custom
 from .exhausted import ExhaustedIteratorError, ends_with_data, naming_exhausted_iterators
-from .global_batches import FlattenedBatchSampler, GlobalBatches
-from .global_order import GlobalOrder, Samples
-from .kept_states import KeptStates
+from .global_order import FlattenedBatchSampler, GlobalBatches, GlobalOrder, Samples
 from .length_bucketing import LengthBucketing
 from .own_generators import OwnGenerators, set_own_states, states_of_own
 from .packing import PackSequences, block_diagonal_mask, cu_seqlens
@@ -24,12 +20,15 @@ from .shards import (
     reread_if_buffered,
     why_not_shardable,
 )
-from .side_by_side import check_evaluated_side_by_side, check_trained_side_by_side
 from .stateful import (
+    KeptStates,
     StateTrackingLoader,
     as_stateful,
+    epoch_of,
+    epoch_setter,
     is_litdata_loader,
     is_stateful,
+    set_epoch,
     starts_iterator,
     track_states,
     tracks_own_position,
@@ -45,7 +44,7 @@ from .streams import (
     naming_foreign_ranks,
     shard_of,
 )
-from .uneven import UNEVEN, UnevenTrainLoader, as_uneven_train
+from .uneven import UNEVEN, UnevenTrainLoader, as_uneven_train, check_evaluated_side_by_side, check_trained_side_by_side
 from .watched import Watched, WatchedLoaders
 from .workers import WithWorkers, Workers, has_workers
 
@@ -77,10 +76,8 @@ __all__ = [
     "as_uneven_eval",
     "as_uneven_train",
     "block_diagonal_mask",
-    "check_batch_sizes",
     "check_evaluated_side_by_side",
     "check_length",
-    "check_loader",
     "check_made_for",
     "check_not_read_whole",
     "check_own_part",

@@ -8,8 +8,7 @@ from torch.utils.data import DataLoader, SequentialSampler
 
 from .drawing import state_of
 from .even_batches import is_custom
-from .global_batches import GlobalBatches
-from .global_order import GlobalOrder
+from .global_order import GlobalBatches, GlobalOrder
 from .watched import Watched
 
 __all__ = ["EpochPosition", "controlling_sampler", "order_of", "tell_batch_sampler"]

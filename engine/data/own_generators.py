@@ -17,7 +17,7 @@ import torch
 
 from ..checkpoint.rng import host_state, set_random_state
 
-__all__ = ["OwnGenerators", "own_generators", "set_own_states", "set_state_here", "states_of_own"]
+__all__ = ["OwnGenerators", "set_own_states", "set_state_here", "states_of_own"]
 
 _MOST = 300
 """The most objects that are searched, and the most items of one container, which may be a list of all samples."""
@@ -155,7 +155,7 @@ def _of_object(value: Any) -> tuple[Sequence[Any], list[Any]]:
     return list(attributes), list(attributes.values())
 
 
-def own_generators(data: Any) -> dict[str, Any]:
+def _own_generators(data: Any) -> dict[str, Any]:
     """Returns the generators of a data set, by the path of attributes to them."""
     return _search(data)[0]
 
@@ -192,7 +192,7 @@ def set_own_states(data: Any, states: dict[str, Any]) -> None:
     """Sets the generators of a data set to the result of `states_of_own`; creates those that it has not created yet."""
     if not states:
         return
-    generators = own_generators(data)
+    generators = _own_generators(data)
     for path, state in states.items():
         if path in generators:
             _set(generators[path], state)

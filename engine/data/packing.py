@@ -13,9 +13,9 @@ from torch import Tensor
 
 from ..flags import check_count
 
-__all__ = ["IGNORED", "PackSequences", "block_diagonal_mask", "cu_seqlens"]
+__all__ = ["PackSequences", "block_diagonal_mask", "cu_seqlens"]
 
-IGNORED = -100
+_IGNORED = -100
 """The label of a token that is not predicted; `torch.nn.functional.cross_entropy` leaves it out by default."""
 
 
@@ -60,7 +60,7 @@ class PackSequences:
             rows[row].append((tokens, labels))
             room[row] -= len(tokens)
         for row, left in enumerate(room):
-            rows[row].append((torch.full((left,), self.pad_token_id), torch.full((left,), IGNORED)))
+            rows[row].append((torch.full((left,), self.pad_token_id), torch.full((left,), _IGNORED)))
         return {
             "input_ids": torch.stack([torch.cat([tokens for tokens, _ in row]) for row in rows]),
             "labels": torch.stack([torch.cat([labels for _, labels in row]) for row in rows]),
@@ -85,7 +85,7 @@ class PackSequences:
             raise ValueError(f"a sample has {len(tokens)} input_ids and {len(labels)} labels: give as many of both.")
         if "attention_mask" in sample and not torch.as_tensor(sample["attention_mask"]).bool().all():
             raise ValueError("a sample has an attention_mask with zeros: tokenise without padding.")
-        labels[0] = IGNORED
+        labels[0] = _IGNORED
         return tokens, labels
 
 

@@ -36,7 +36,6 @@ __all__ = [
     "ShardedStream",
     "digest_of_generators",
     "ends_with_one_source",
-    "iterables_of",
     "loses_its_buffer",
     "num_shards_of",
     "padding_batch",
@@ -366,18 +365,18 @@ def reread_if_buffered(loader: DataLoader) -> DataLoader:
 def loses_its_buffer(dataset: Any) -> bool:
     """Whether the state of a data set leaves out the examples in a shuffle buffer."""
     # Hugging Face: BufferShuffledExamplesIterable
-    names = {cls.__name__ for iterable in iterables_of(dataset) for cls in type(iterable).__mro__}
+    names = {cls.__name__ for iterable in _iterables_of(dataset) for cls in type(iterable).__mro__}
     return is_stateful(dataset) and "BufferShuffledExamplesIterable" in names
 
 
 def digest_of_generators(dataset: Any) -> int | None:
     """Returns a checksum of the generators that draw the order of a Hugging Face data set; None without any."""
-    values = [value for iterable in iterables_of(dataset) for value in vars(iterable).values()]
+    values = [value for iterable in _iterables_of(dataset) for value in vars(iterable).values()]
     states = [repr(value.bit_generator.state) for value in values if isinstance(value, np.random.Generator)]
     return zlib.crc32("".join(states).encode()) if states else None
 
 
-def iterables_of(dataset: Any) -> list[Any]:
+def _iterables_of(dataset: Any) -> list[Any]:
     """Returns the iterables that a Hugging Face data set consists of, also if it is within another data set."""
     iterables: dict[int, Any] = {}
     waiting = [(dataset, False)]
@@ -452,7 +451,7 @@ def why_not_dealable(dataset: Any) -> str | None:
     Hugging Face divides the number of `take` and `skip` by the number of ranks, and each rank counts in its own
     shards; the same holds for the indices of a `filter`.
     """
-    for iterable in iterables_of(dataset):
+    for iterable in _iterables_of(dataset):
         name = type(iterable).__name__
         if name in ("TakeExamplesIterable", "SkipExamplesIterable") and getattr(iterable, "split_when_sharding", True):
             return "take" if name.startswith("Take") else "skip"
@@ -466,5 +465,5 @@ def ends_with_one_source(dataset: Any) -> bool:
 
     Each rank mixes its own shards. So the ranks together read other samples, or repeat other samples, than one process.
     """
-    strategies = {getattr(iterable, "stopping_strategy", None) for iterable in iterables_of(dataset)}
+    strategies = {getattr(iterable, "stopping_strategy", None) for iterable in _iterables_of(dataset)}
     return not strategies.isdisjoint(("first_exhausted", "all_exhausted"))  # Hugging Face: interleave_datasets

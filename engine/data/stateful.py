@@ -11,18 +11,21 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ..checkpoint.rng import get_random_state, set_random_state
 from .clone_loader import classes_of_torchdata, clone_loader, is_torchdata_loader
-from .data_set_epoch import epoch_of
 from .drawing import is_same_state
 from .own_generators import OwnGenerators, set_state_here
 from .stream_loader import OTHER_BATCHES, StreamLoader, can_be_read, is_stateful
 
 __all__ = [
+    "KeptStates",
     "StateTrackingLoader",
     "as_stateful",
+    "epoch_of",
+    "epoch_setter",
     "has_position_state",
     "is_hugging_face_dataset",
     "is_litdata_loader",
     "is_stateful",
+    "set_epoch",
     "starts_iterator",
     "track_states",
     "tracks_own_position",
@@ -59,7 +62,7 @@ def is_hugging_face_dataset(dataset: Any) -> bool:
     return "_ex_iterable" in getattr(dataset, "__dict__", ())  # Hugging Face: what it reads from
 
 
-def why_no_state(dataset: Any) -> str | None:
+def _why_no_state(dataset: Any) -> str | None:
     """Returns why a loader can't read the state of a data set; None if it can, or if there is no state.
 
     litdata's `state_dict` needs arguments that only litdata's own loader has.
@@ -89,7 +92,7 @@ def as_stateful(loader: DataLoader) -> DataLoader:
         return loader
     if is_torchdata_loader(loader) and is_stateful(loader.dataset):
         return loader
-    if (reason := why_no_state(loader.dataset)) is not None:
+    if (reason := _why_no_state(loader.dataset)) is not None:
         name = type(loader.dataset).__name__
         rank_zero_warn(
             f"The state_dict of {name} can't be asked for by a DataLoader ({reason}): training can't resume from a"
@@ -428,3 +431,103 @@ class _ReappliedState:
     def clear(self) -> None:
         """Sets the data set back to its start."""
         self._dataset.load_state_dict(self._initial)
+
+
+def epoch_of(dataset: Any) -> int | None:
+    """Returns the attribute `epoch` of a data set; None without one."""
+    epoch = getattr(dataset, "epoch", None)
+    return epoch if isinstance(epoch, int) else None
+
+
+def epoch_setter(dataset: Any) -> str:
+    """Names, for a message, how the epoch of a data set is set."""
+    return "set_epoch" if callable(getattr(dataset, "set_epoch", None)) else "its attribute `epoch`"
+
+
+def set_epoch(dataset: Any, epoch: int | None) -> None:
+    """Sets the epoch of a data set, a number that `epoch_of` returned."""
+    if epoch is None or epoch_of(dataset) in (None, epoch):
+        return
+    if callable(getattr(dataset, "set_epoch", None)):
+        dataset.set_epoch(epoch)
+        return
+    try:
+        dataset.epoch = epoch
+    except AttributeError:  # a property that something else decides
+        raise ValueError(
+            f"{type(dataset).__name__}.epoch was {epoch} when the checkpoint was saved, and can't be set to it now:"
+            " give the data set a `set_epoch(epoch)`, or load only the weights to begin an epoch."
+        ) from None
+
+
+# Keeps the states of a loader that is not a `DataLoader`, such as a node of torchdata, after each of its batches.
+#
+# Such a loader's state may leave out the generators that its order is drawn from: torchdata's nodes make the iterator
+# of a sampler again, and skip what was read. So the states of the generators when the pass began are kept as well.
+
+
+class KeptStates:
+    """Iterates a loader with `state_dict`, and keeps its states after its latest batches.
+
+    Lightning fetches one batch ahead if it does not know which batch is the last: the loader's own state is then
+    after that batch, on which nothing was trained yet.
+
+    Args:
+        loader: the user's loader.
+        epoch: returns the number of the current epoch.
+        num_done: returns the number of batches of the epoch that were done before a pass.
+        num_kept: returns the number of latest states that are kept.
+        start: the states of the generators at the start of the pass that is resumed; None for a new one.
+        is_over: the saved run had done the last batch of the first pass, which yields nothing.
+    """
+
+    def __init__(
+        self,
+        loader: Any,
+        epoch: Callable[[], int],
+        num_done: Callable[[], int],
+        num_kept: Callable[[], int],
+        start: dict[str, Any] | None = None,
+        *,
+        is_over: bool = False,
+    ) -> None:
+        self.loader = loader
+        self._epoch, self._num_done, self._num_kept = epoch, num_done, num_kept
+        self._states: dict[int, Any] = {}
+        self._epoch_of_states = -1
+        self._resumed, self._start, self._is_over = start, start, is_over
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._is_over:
+            self._is_over = False
+            return iter(())
+        resumed, self._resumed = self._resumed, None
+        current = OwnGenerators(self.loader).state_here()
+        self._start = resumed or current
+        self._states.clear()
+        self._epoch_of_states = self._epoch()
+        if resumed is None:
+            return self._batches(iter(self.loader), self._num_done())
+        set_state_here(self.loader, resumed)
+        batches = iter(self.loader)
+        first = list(itertools.islice(batches, 1))  # some loaders draw their order with it
+        set_random_state(current)
+        return self._batches(itertools.chain(first, batches), self._num_done())
+
+    def _batches(self, batches: Iterator[Any], done: int) -> Iterator[Any]:
+        for number, batch in enumerate(batches, done + 1):
+            self._states[number] = copy.deepcopy(self.loader.state_dict())
+            self._states.pop(number - self._num_kept(), None)
+            yield batch
+
+    def state_after(self, epoch: int, batches: int) -> dict[str, Any]:
+        """Returns the state after a number of batches of an epoch, with those of generators at its start and now."""
+        is_kept = epoch == self._epoch_of_states and batches in self._states
+        return {
+            "state": self._states[batches] if is_kept else self.loader.state_dict(),
+            "pass_start": self._start,
+            "generators_now": OwnGenerators(self.loader).states(),
+        }

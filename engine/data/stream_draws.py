@@ -18,13 +18,13 @@ from .shards import ShardedStream
 from .stateful import has_position_state, is_stateful
 from .stream_loader import OTHER_BATCHES, add_to_digest
 
-__all__ = ["DrawingLoader", "DrawingStream", "track_draws"]
+__all__ = ["track_draws"]
 
 _MARK = "polyphase_draws"
-"""The key that identifies a state as one of a `DrawingStream`."""
+"""The key that identifies a state as one of a `_DrawingStream`."""
 
 
-class DrawingStream(DatasetProxy):
+class _DrawingStream(DatasetProxy):
     """Reads a stream in a worker; its state includes those of the generators.
 
     Args:
@@ -126,20 +126,20 @@ class DrawingStream(DatasetProxy):
         self._loaded = state if is_ours else {"state": state, "count": 0, "ended": False, "start": None, "now": None}
 
 
-class DrawingLoader(DataLoader):
-    """A stateful loader whose workers read a `DrawingStream` instead of its data set."""
+class _DrawingLoader(DataLoader):
+    """A stateful loader whose workers read a `_DrawingStream` instead of its data set."""
 
     def __iter__(self) -> Any:
         with substitute_dataset(self, self._stream()):
             return super().__iter__()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns torchdata's state; if there is no iterator, torchdata creates one, which reads a `DrawingStream`."""
+        """Returns torchdata's state; if there is no iterator, torchdata creates one, which reads a `_DrawingStream`."""
         with substitute_dataset(self, self._stream()):
             return super().state_dict()  # type: ignore[misc]
 
-    def _stream(self) -> DrawingStream:
-        return DrawingStream(self.dataset, self.collate_fn, self.batch_size)
+    def _stream(self) -> _DrawingStream:
+        return _DrawingStream(self.dataset, self.collate_fn, self.batch_size)
 
 
 def track_draws(loader: DataLoader) -> DataLoader:
@@ -154,4 +154,4 @@ def track_draws(loader: DataLoader) -> DataLoader:
         return loader
     if not is_stateful(dataset) and not loader.persistent_workers:
         return loader
-    return clone_loader(loader, DrawingLoader, keeps_draws=True)
+    return clone_loader(loader, _DrawingLoader, keeps_draws=True)

@@ -36,6 +36,7 @@ __all__ = [
     "owns_master_port",
     "parent_pid",
     "place_on_one_machine",
+    "reserve_port",
     "restart_count",
     "share_job_secret",
     "share_threads",
@@ -272,3 +273,21 @@ def _restored(*names: str) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+def reserve_port(environment: Any) -> socket.socket:
+    """Chooses a free port for the rendezvous; the returned socket reserves it until it is closed.
+
+    Without a reservation, another program could take the port before rank 0 listens on it. On Linux, rank 0 can listen
+    on a port that another socket is bound to, as long as that socket does not listen.
+
+    Args:
+        environment: a `LightningEnvironment`, which gets the port.
+    """
+    reservation = socket.socket()
+    reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reservation.bind(("", 0))
+    environment._main_port = reservation.getsockname()[1]  # Lightning: LightningEnvironment's port
+    if sys.platform != "linux":  # on other systems rank 0 could not listen on a reserved port
+        reservation.close()
+    return reservation

@@ -1,28 +1,257 @@
 """The job's key-value store, with signed messages between the ranks' threads.
 
 Any process that reaches the store's port can write to it. So each message is signed by its writer and checked by its
-reader (`signing`). An invalid message counts as missing, with one warning.
+reader. An invalid message counts as missing, with one warning.
 """
 
+import hashlib
+import hmac
 import json
 import logging
+import os
+import threading
 import time
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from queue import SimpleQueue
 from typing import Any
 
 import torch.distributed as dist
 
-from .signing import MOST_BYTES, Fields, parsed, signed, verified
-from .store_calls import StoreLine
+from .environment import job_secret
+from .host_liveness import ProcessState, probe
 
-__all__ = ["FIRST_FAILURE", "CausedByRank", "JobStore", "SignedStore"]
+__all__ = [
+    "FIRST_FAILURE",
+    "PATIENCE_S",
+    "CausedByRank",
+    "Fields",
+    "JobStore",
+    "SignedStore",
+    "StoreLine",
+    "StoreLostError",
+    "end_threads",
+    "parsed",
+    "place_of",
+    "signed",
+    "verified",
+]
+
+# Calls of the job's key-value store with a time limit.
+#
+# torch's client waits for a response until the kernel gives up the connection. If the other host has lost its power, or
+# the network drops packets, this takes a quarter of an hour, in which the calling thread can do nothing else. So a
+# separate thread makes the calls, and the caller waits for a limited time.
+
+PATIENCE_S = 22.0
+"""The longest time that a call of a store may take."""
+_LONGEST_S = 60.0
+"""The longest time if the store's process still accepts connections: TCP may wait to resend after a network failure."""
+_TICK_S = 1.0
+
+_lines: "weakref.WeakSet[StoreLine]" = weakref.WeakSet()
+
+
+class StoreLostError(RuntimeError):
+    """The store has not answered in time; no further call is made."""
+
+
+class _Result:
+    """The value that a call has returned, or the error that it has raised."""
+
+    def __init__(self) -> None:
+        self.is_ready = threading.Event()
+        self.value: Any = None
+        self.error: BaseException | None = None
+
+
+class StoreLine:
+    """One connection to a store.
+
+    Args:
+        store: a store of torch.
+        other: another connection to the same store; if one of the two is lost, both are.
+    """
+
+    def __init__(self, store: dist.Store, other: "StoreLine | None" = None) -> None:
+        self.store: Any = store
+        self.patience_s = PATIENCE_S
+        self.waited_s = 0.0
+        """The seconds that the call in flight has taken so far, without the time in which the machine was suspended."""
+        self.gives_up: Callable[[], bool] = lambda: False
+        """Called once a second by the thread that waits for a call: whether to stop waiting."""
+        self._losses: list[str] = [] if other is None else other._losses
+        self._lock = threading.Lock()
+        self._calling_thread = 0
+        self._requests: SimpleQueue[Any] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._process = 0
+        _lines.add(self)
+
+    def ask(self, method: str, *arguments: Any) -> Any:
+        """Calls a method of the store.
+
+        Raises:
+            StoreLostError: the store has not answered in time, now or earlier.
+            RuntimeError: (`torch.distributed.DistError`) the store's process has ended.
+        """
+        if self._losses:
+            raise StoreLostError(self._losses[0])
+        if self._calling_thread == threading.get_ident():
+            raise StoreLostError(f"{place_of(self.store)} has not answered yet.")
+        with self._lock:
+            self._calling_thread = threading.get_ident()
+            try:
+                return self._call(method, arguments)
+            finally:
+                self._calling_thread, self.waited_s = 0, 0.0
+
+    def _call(self, method: str, arguments: tuple[Any, ...]) -> Any:
+        self._start()
+        result = _Result()
+        self._requests.put((result, getattr(self.store, method), arguments))
+        before = time.monotonic()
+        while not result.is_ready.wait(_TICK_S):
+            now = time.monotonic()
+            self.waited_s += min(now - before, _TICK_S)
+            before = now
+            if (self.gives_up() or self._is_lost()) and not result.is_ready.is_set():
+                self._losses.append(f"{place_of(self.store)} has not answered for {self.waited_s:.0f} s.")
+                raise StoreLostError(self._losses[0])
+        if result.error is not None:
+            raise result.error
+        return result.value
+
+    def _is_lost(self) -> bool:
+        if self.waited_s < self.patience_s:
+            return False
+        return self.waited_s >= _LONGEST_S or probe(*_address(self.store)) != ProcessState.LIVES
+
+    def _start(self) -> None:
+        """Starts the thread that makes the calls, if this process (it may be a fork) has none yet."""
+        if self._process == os.getpid():
+            return
+        self._process = os.getpid()
+        self._requests = SimpleQueue()
+        self._thread = threading.Thread(target=_serve, args=(self._requests,), name="polyphase-store", daemon=True)
+        self._thread.start()
+        # The thread has no reference to this object, and ends when it is collected.
+        weakref.finalize(self, self._requests.put, None).atexit = False
+
+    def end_thread(self) -> None:
+        """Ends the thread, unless it is in a call, which may never return; the next call starts another thread."""
+        if self._thread is None or self._process != os.getpid() or self._losses:
+            return
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            self._requests.put(None)
+            self._thread.join(_TICK_S)
+            self._process = 0
+        finally:
+            self._lock.release()
+
+
+def end_threads() -> None:
+    """Ends the idle threads of all connections; called when a run is over."""
+    for line in list(_lines):
+        line.end_thread()
+
+
+def _serve(requests: "SimpleQueue[Any]") -> None:
+    while (request := requests.get()) is not None:
+        result, call, arguments = request
+        try:
+            result.value = call(*arguments)
+        except BaseException as error:  # raised again in the calling thread
+            result.error = error
+        result.is_ready.set()
+        del request, result, call, arguments
+
+
+def place_of(store: Any) -> str:
+    """Names a store in a message, with its address if it has one."""
+    host, port = _address(store)
+    return f"the job's key-value store at {host}:{port}" if host else "the job's key-value store"
+
+
+def _address(store: Any) -> tuple[str, int]:
+    while hasattr(store, "underlying_store"):  # torch: PrefixStore
+        store = store.underlying_store
+    return (store.host, store.port) if hasattr(store, "host") else ("", 0)
+
+
+# Signatures of the messages between ranks, with the job's secret: other processes can write to the same store.
+#
+# The signature is the HMAC-SHA256 (RFC 2104) of the message and of its key, so that a message is valid under one key
+# only. A job without a secret (see `environment.job_secret`) checks only the form of its messages.
+
+Fields = Mapping[str, type | tuple[type, ...]]
+"""Names and types of the fields that a message must have; it may have more."""
+
+_MOST_BYTES = 2_000_000
+"""The largest size of a message: the stack of a recursive thread has thousands of lines."""
+_MOST_DEPTH = 8
+_SIGNATURE_BYTES = hashlib.sha256().digest_size
+
+
+def signed(key: str, content: bytes) -> bytes:
+    """Returns `content` with its signature in front.
+
+    Args:
+        key: under which the message will be read.
+        content: at most `_MOST_BYTES` bytes, if it goes into a store.
+    """
+    return _signature(key, content) + content
+
+
+def verified(key: str, message: bytes) -> bytes | None:
+    """Returns the content of a signed message; None if the signature is not of this job and this key."""
+    signature, content = message[:_SIGNATURE_BYTES], message[_SIGNATURE_BYTES:]
+    return content if hmac.compare_digest(signature, _signature(key, content)) else None
+
+
+def parsed(content: bytes, fields: Fields, num_ranks: int) -> dict[str, Any] | None:
+    """Parses a message of JSON; returns None if it is no object, lacks one of `fields`, or names an unknown rank.
+
+    Args:
+        content: UTF-8.
+        fields: names and types; the fields ``"rank"`` and ``"by"`` are ranks.
+        num_ranks: number of ranks.
+    """
+    try:
+        message = json.loads(content)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(message, dict) or not _is_plain(message, _MOST_DEPTH):
+        return None
+    for name, kind in fields.items():
+        value = message.get(name)
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            return None
+    ranks = [message[name] for name in ("rank", "by") if name in fields]
+    return message if all(0 <= rank < num_ranks for rank in ranks) else None
+
+
+def _is_plain(value: Any, depth: int) -> bool:
+    if isinstance(value, dict):
+        return depth > 0 and all(_is_plain(item, depth - 1) for item in value.values())
+    if isinstance(value, list):
+        return depth > 0 and all(_is_plain(item, depth - 1) for item in value)
+    return True
+
+
+def _signature(key: str, content: bytes) -> bytes:
+    # Without a secret it is a checksum.
+    return hmac.digest(job_secret() or b"polyphase", f"{len(key)}:{key}".encode() + content, "sha256")
+
 
 FIRST_FAILURE = "polyphase/first_failure"
 """Key under which the first failure of the job is recorded."""
 
 log = logging.getLogger("polyphase.engine")
 
-_TICK_S = 0.05
+_RETRY_S = 0.05
 _ATTEMPTS = 100
 """The number of attempts to replace an invalid message that others may keep writing."""
 _FAILURE: Fields = {"rank": int, "by": int, "kind": str, "message": str}
@@ -112,7 +341,7 @@ class JobStore:
         return message
 
     def _checked(self, key: str, value: bytes, fields: Fields) -> dict[str, Any] | None:
-        content = verified(key, value) if len(value) <= MOST_BYTES else None
+        content = verified(key, value) if len(value) <= _MOST_BYTES else None
         message = None if content is None else parsed(content, fields, self.num_ranks)
         if message is None and not self._has_warned:
             self._has_warned = True
@@ -157,7 +386,7 @@ class SignedStore:
     def get(self, key: str) -> bytes:
         """Returns the text under a key; waits until there is a valid one."""
         while not self._line.ask("check", [key]) or (text := self._text(key)) is None:
-            time.sleep(_TICK_S)
+            time.sleep(_RETRY_S)
         return text
 
     def _text(self, key: str) -> bytes | None:

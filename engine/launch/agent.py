@@ -19,7 +19,7 @@ import psutil
 
 from ..distributed.host_liveness import ProcessState, probe
 
-__all__ = ["main", "watch"]
+__all__ = ["main"]
 
 LONGEST_S = 60.0
 """The longest time without an answer of the host; by then, ranks have detected it and written their reports."""
@@ -36,11 +36,11 @@ def main(words: list[str]) -> None:
     options = parse_args(words)
     address = _place(get_rdzv_endpoint(options))
     if address is not None:
-        threading.Thread(target=watch, args=address, name="polyphase-rendezvous", daemon=True).start()
+        threading.Thread(target=_watch, args=address, name="polyphase-rendezvous", daemon=True).start()
     record(run)(options)
 
 
-def watch(address: str, port: int, longest_s: float = LONGEST_S) -> None:
+def _watch(address: str, port: int, longest_s: float = LONGEST_S) -> None:
     """Ends this process, and all that it has started, when the host at `address` has not answered for `longest_s`.
 
     A host that has never answered does not count: torchrun has its own time limit for it. A refused connection counts

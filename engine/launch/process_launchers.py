@@ -45,9 +45,9 @@ from ..distributed.environment import (
     compute_with_one_thread,
     keep_job_secret,
     owns_master_port,
+    reserve_port,
     shows_all_frames,
 )
-from ..distributed.ports import reserve_port
 from ..flags import LAUNCHERS
 from ..initialization.stored_weights import make_room
 from ..reliability.failure import print_rank, report_failure, watch_parent

@@ -25,19 +25,12 @@ from lightning.pytorch.utilities import rank_zero_only
 from .._compat.lightning import _convert_params, _flatten_dict
 from ..run_info import run_parameters
 
-__all__ = [
-    "RunLogger",
-    "check_run_name",
-    "claim_log_folders",
-    "folders_written_to",
-    "logging_run_parameters",
-    "use_run_logger",
-]
+__all__ = ["check_run_name", "claim_log_folders", "folders_written_to", "logging_run_parameters", "use_run_logger"]
 
 _NAME = re.compile(r"(?!\.)[^/\\\0\n]+")
 
 
-class RunLogger(TensorBoardLogger):
+class _RunLogger(TensorBoardLogger):
     """The default logger: Lightning's, with hyperparameters but without the placeholder metric ``hp_metric`` of -1."""
 
     def __init__(self, save_dir: Any, version: int | str | None = None) -> None:
@@ -93,7 +86,7 @@ def check_run_name(name: str | None, logger: Any) -> None:
 
 
 def use_run_logger(trainer: Any, name: str | None) -> None:
-    """Replaces Lightning's default logger by a `RunLogger`, if `trainer` has it.
+    """Replaces Lightning's default logger by a `_RunLogger`, if `trainer` has it.
 
     Args:
         trainer: a trainer that has not run yet.
@@ -103,7 +96,7 @@ def use_run_logger(trainer: Any, name: str | None) -> None:
     if type(default) is not TensorBoardLogger:  # fast_dev_run: none that writes
         return
     # Lightning: TensorBoardLogger._version is the number of a SLURM job, or None for the next free number.
-    logger = RunLogger(default.save_dir, default._version if name is None else None)
+    logger = _RunLogger(default.save_dir, default._version if name is None else None)
     if name is not None:
         # Chosen now, not at the first use: all ranks see the same folders before one of them writes.
         logger._version = logger.chosen_version = _free_name(logger.root_dir, name)
@@ -139,7 +132,7 @@ def logging_run_parameters() -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(trainer._checkpoint_connector.logs.logging_parameters())
             for logger in trainer.loggers:
-                if isinstance(logger, TensorBoardLogger) and (has_some or isinstance(logger, RunLogger)):
+                if isinstance(logger, TensorBoardLogger) and (has_some or isinstance(logger, _RunLogger)):
                     stack.enter_context(_adding(logger, parameters))
                     if not has_some:
                         logger.log_hyperparams({})

@@ -3,14 +3,13 @@
 from ..loggers.run_names import claim_log_folders, folders_written_to
 from ..reliability.nonfinite import NonFiniteError, NonFiniteWatch
 from ..resume import from_checkpoint  # noqa: F401 - makes load_from_checkpoint open directories
+from ..strategies.offload import OffloadActivations
+from ..strategies.recompute import RecomputeBlocks
 from .compile import CompileSteps, check_cuda_graphs, compile_mode
-from .conflicts import check_callbacks, check_manual_optimization
 from .fit import NothingTrainedError
 from .install import TrainerBase, defaults_from_environment, install_loops
 from .noise import quiet
-from .offload import OffloadActivations
-from .recompute import RecomputeBlocks
-from .runs import reports_uncaught
+from .runs import check_callbacks, check_manual_optimization, reports_uncaught
 
 __all__ = [
     "CompileSteps",

@@ -34,7 +34,6 @@ from ..data import (
     as_uneven_eval,
     as_uneven_train,
     check_length,
-    check_loader,
     check_not_read_whole,
     check_own_part,
     check_seedable,
@@ -55,7 +54,7 @@ from ..data import (
     track_states,
     tracks_own_position,
 )
-from ..data.batch_sizes import BatchSizes
+from ..data.batch_sizes import BatchSizes, check_loader
 from ..distributed.environment import global_seed
 from ..resume.data_position import DataPosition
 from ..strategies import adapt

@@ -5,7 +5,7 @@ Phases, which all ranks enter together:
 2. Before the first step, and the hooks before it, rank 0 gathers the weights.
 3. In the first steps, each rank with different samples keeps its batches, random states, losses, and what hooks and
    callbacks change of the data that the module keeps (the hooks of callbacks are not repeated). Of each step all ranks
-   keep the digests of the gradients (`digests.py`), and compute their norm (an all-reduce of one number, as for
+   keep the digests of the gradients (`unsplit.py`), and compute their norm (an all-reduce of one number, as for
    clipping).
 4. After these steps, rank 0 gathers what the ranks have kept, and the digests of their weights: what several ranks have
    must be equal. It gathers the weights again and repeats the steps with its copy (`unsplit.py`), while the other ranks
@@ -34,10 +34,21 @@ from ..checkpoint import get_random_state
 from ..distributed.object_group import WORLD
 from ..precision.clipping import norm_of
 from ..strategies import adapt, capabilities_of
-from .digests import Digests, digests, unequal_replicas, whole
-from .module_copy import Memory, copy_whole, fill_copy
-from .sampled_block import SampledBlock
-from .unsplit import SETTINGS, Call, MicroBatch, NeedsOtherRanks, Replay, Step, UnfitError, loss_of
+from .module_copy import Memory, SampledBlock, copy_whole, fill_copy
+from .unsplit import (
+    SETTINGS,
+    Call,
+    Digests,
+    MicroBatch,
+    NeedsOtherRanks,
+    Replay,
+    Step,
+    UnfitError,
+    digests,
+    loss_of,
+    unequal_replicas,
+    whole,
+)
 
 __all__ = ["FirstSteps", "FirstStepsError", "between_ranks"]
 

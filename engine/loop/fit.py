@@ -12,7 +12,7 @@ from .._compat.lightning import _FitLoop, _MockOptimizer
 from ..data import ends_with_data, starts_iterator, tell_batch_sampler
 from ..strategies.averages import follow_until_first_update, resume_schedules
 from .noise import hide_tree_warnings
-from .requests import why_empty
+from .runs import why_empty
 
 __all__ = ["FitLoop", "NothingTrainedError"]
 

@@ -44,16 +44,14 @@ from ..resume.run_history import RunHistory
 from ..run_info import log_folder
 from ..strategies import adapt, capabilities_of
 from ..strategies.averages import swapped_back
-from .conflicts import check_callbacks
 from .data_connector import DataConnector
-from .evaluation import EvaluationLoop
+from .evaluation import EvaluationLoop, PredictionLoop
 from .first_steps import FirstSteps
 from .fit import FitLoop
 from .metrics import LoggerConnector
 from .noise import allow_nonempty_folder, quiet
 from .out_of_memory import OutOfMemory
-from .prediction import PredictionLoop
-from .runs import checked, log_later_error, reports_uncaught
+from .runs import check_callbacks, checked, log_later_error, reports_uncaught
 from .several_optimizers import allowing_several_optimizers
 from .training import TrainingEpochLoop
 

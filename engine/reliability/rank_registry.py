@@ -19,8 +19,7 @@ import psutil
 
 from ..distributed.environment import own_address
 from ..distributed.host_liveness import ProcessState, accept_probes, own_port, probe
-from ..distributed.job_store import JobStore
-from ..distributed.signing import Fields
+from ..distributed.job_store import Fields, JobStore
 
 __all__ = [
     "ALL_CONNECTED",

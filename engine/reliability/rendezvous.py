@@ -20,8 +20,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..distributed.job_store import CausedByRank, JobStore
-from ..distributed.signing import signed, verified
+from ..distributed.job_store import CausedByRank, JobStore, signed, verified
 from ..distributed.waits import waiting
 from .rank_registry import ALL_CONNECTED, absent_ranks, in_words, process_key, this_process
 

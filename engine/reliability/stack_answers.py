@@ -24,7 +24,7 @@ from typing import Any
 import psutil
 
 from ..distributed.environment import job_marks, job_secret
-from ..distributed.signing import Fields
+from ..distributed.job_store import Fields
 from .heartbeat import Heartbeat, stack_of
 from .rank_registry import RankRegistry, this_process
 from .stack_files import SIGNAL, Entry, RunningRank, remove_ended, runtime_folder

@@ -26,9 +26,8 @@ from typing import Any
 
 from ..contract import adapt
 from ..distributed.environment import shows_all_frames
-from ..distributed.job_store import FIRST_FAILURE
+from ..distributed.job_store import FIRST_FAILURE, PATIENCE_S, StoreLostError, end_threads
 from ..distributed.launchers import launcher_name
-from ..distributed.store_calls import PATIENCE_S, StoreLostError, end_threads
 from .failure import DONE, TOLD, Wakeup, delay_the_kill, print_rank, watch_parent
 from .flight_recorder import late_ranks
 from .hard_exit import hard_exit, started_ranks

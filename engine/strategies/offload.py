@@ -1,12 +1,18 @@
 """The flag `offload`: the state that each strategy can keep in host memory until the device needs it.
 
-``"activations"``: the tensors that autograd keeps for backward; see `loop/offload.py`.
+``"activations"``: the tensors that autograd keeps for backward; see `strategies/offload.py`.
 ``"parameters"``: FSDP2's `CPUOffloadPolicy`, which keeps gradients and optimizer state in host memory, too.
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
 
 from .dp import DP
 from .fsdp.strategy import FSDP
@@ -14,7 +20,7 @@ from .options import FSDPOptions
 from .ps import PS
 from .tensor import TensorParallel
 
-__all__ = ["choose_offload"]
+__all__ = ["OffloadActivations", "choose_offload"]
 
 
 def choose_offload(strategy: Strategy, flag: str | Sequence[str] | None, *, compiles: bool) -> bool:
@@ -53,3 +59,68 @@ def choose_offload(strategy: Strategy, flag: str | Sequence[str] | None, *, comp
             " one of them out."
         )
     return True
+
+
+# `offload="activations"`: keeps the tensors that backward needs in pinned host memory during each training step.
+#
+# It is based on torch's `save_on_cpu`
+# (https://docs.pytorch.org/docs/stable/autograd.html#torch.autograd.graph.save_on_cpu). Parameters stay on the device.
+# With ``activation_checkpointing="full"`` only the inputs of blocks are kept, in host memory.
+
+
+class OffloadActivations(Callback):
+    """Keeps the activations of training steps in host memory while a trainer runs."""
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Adds the hooks to the precision plugin's context, in which every strategy runs its steps."""
+        plugin, device_type = trainer.precision_plugin, trainer.strategy.root_device.type
+        if device_type == "cpu":
+            rank_zero_info("offload='activations': they are in host memory already.")
+            return
+        inner_context = plugin.train_step_context
+
+        def context() -> AbstractContextManager[Any]:
+            return _ActivationsOnHost(device_type, inner_context())
+
+        vars(plugin)["train_step_context"] = context
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Removes the hooks."""
+        vars(trainer.precision_plugin).pop("train_step_context", None)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Removes the hooks."""
+        vars(trainer.precision_plugin).pop("train_step_context", None)
+
+
+class _ActivationsOnHost(save_on_cpu):
+    """Context manager around a forward: tensors saved for backward are kept in host memory, except parameters.
+
+    Args:
+        device_type: device type of the accelerator.
+        inner: another context manager, which is entered before this one.
+    """
+
+    def __init__(self, device_type: str, inner: AbstractContextManager[Any]) -> None:
+        super().__init__(pin_memory=True, device_type=device_type)
+        self._inner = inner
+        # torch: saved_tensors_hooks.pack_hook and .unpack_hook
+        pack, unpack = self.pack_hook, self.unpack_hook
+        self.pack_hook = lambda tensor: tensor if _stays_where_it_is(tensor) else pack(tensor)
+        self.unpack_hook = lambda kept: kept if isinstance(kept, Tensor) else unpack(kept)
+
+    def __enter__(self) -> None:
+        """Enters both contexts."""
+        self._inner.__enter__()
+        super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        """Exits both contexts."""
+        super().__exit__(*raised)
+        self._inner.__exit__(*raised)
+
+
+def _stays_where_it_is(tensor: Tensor) -> bool:
+    """Whether a tensor is on the host, or is a parameter or a view of one, so that a copy would free no memory."""
+    # torch: Tensor._base
+    return tensor.device.type == "cpu" or isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)

@@ -7,7 +7,7 @@ attributes, contents of the arguments, globals and random states of Python and N
 and leaves them unchanged. So a BatchNorm counts each batch once, a list of auxiliary losses gets each loss once, and
 the cache of a decoder has each key once.
 
-``"selective"`` keeps the outputs of matrix products, convolutions and attention as well (`KEPT`), or of the operators
+``"selective"`` keeps the outputs of matrix products, convolutions and attention as well (`_KEPT`), or of the operators
 that the module's own method `kept_operators()` returns, and computes the rest again, which costs little. Random
 operators are always computed again: later draws of the block depend on them.
 """
@@ -21,7 +21,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -30,6 +32,7 @@ from torch.utils.checkpoint import (
     noop_context_fn,
 )
 
+from . import adapt, capabilities_of
 from .contents import (
     Contents,
     begin_count,
@@ -45,14 +48,14 @@ from .dp import DP
 from .layout import DistributedStrategy
 from .units import named_blocks
 
-__all__ = ["KEPT", "Recomputed", "blocks_to_recompute", "check_recompute", "kept_operators"]
+__all__ = ["RecomputeBlocks", "Recomputed", "blocks_to_recompute", "check_recompute", "kept_operators"]
 
 _ATEN = torch.ops.aten
 # torch 2.15 has an option for whether the module's hooks see the kept tensors; before, they never did.
 _SEEN_BY_HOOKS: dict[str, Any] = (
     {"respect_saved_tensors_hooks": True} if "respect_saved_tensors_hooks" in signature(checkpoint).parameters else {}
 )
-KEPT = frozenset(
+_KEPT = frozenset(
     {
         _ATEN.mm.default,
         _ATEN.addmm.default,
@@ -87,14 +90,14 @@ def blocks_to_recompute(module: nn.Module) -> list[nn.Module]:
 
 
 def kept_operators(module: nn.Module) -> frozenset[Any]:
-    """The operators whose outputs ``"selective"`` keeps: `KEPT`, or those of the module's `kept_operators()`.
+    """The operators whose outputs ``"selective"`` keeps: `_KEPT`, or those of the module's `kept_operators()`.
 
     Raises:
         ValueError: the method returns something that is no operator, or an operator that draws random numbers.
     """
     method = getattr(module, "kept_operators", None)
     if method is None:
-        return KEPT
+        return _KEPT
     kept: set[Any] = set()
     for operator in method():
         if isinstance(operator, _Operators):  # with all overloads, such as torch.ops.aten.mm
@@ -107,7 +110,7 @@ def kept_operators(module: nn.Module) -> frozenset[Any]:
                 f" is {operator!r} among them."
             )
     for operator in kept:
-        if torch.Tag.nondeterministic_seeded in operator.tags and operator not in KEPT:
+        if torch.Tag.nondeterministic_seeded in operator.tags and operator not in _KEPT:
             raise ValueError(
                 f"{type(module).__name__}.kept_operators() has {operator}, which draws random numbers: to keep its"
                 " output would change all later draws of a block. Leave it out."
@@ -171,7 +174,7 @@ class Recomputed:
     block_name: str
     """The block's class before FSDP2 replaces it."""
 
-    def __init__(self, block: nn.Module, kind: str, kept: frozenset[Any] = KEPT) -> None:
+    def __init__(self, block: nn.Module, kind: str, kept: frozenset[Any] = _KEPT) -> None:
         self.block_name = type(block).__name__
         self._block, self._own, self._kind = block, block.__dict__.get("forward"), kind
         self._forward: Callable[..., Any] = block.forward
@@ -380,3 +383,86 @@ def _random_state() -> tuple[Any, Any]:
 def _set_random_state(state: tuple[Any, Any]) -> None:
     random.setstate(state[0])
     np.random.set_state(state[1])
+
+
+# The flag `activation_checkpointing`: the module's blocks recompute their activations in backward.
+#
+# If a strategy wraps a block's forward itself (for compilation, or for a pipeline), it wraps the block for
+# recomputation first; otherwise the blocks are wrapped when the strategy has set the module up.
+
+
+class RecomputeBlocks(Callback):
+    """Makes the blocks of a module recompute their activations in backward while it trains.
+
+    Args:
+        kind: ``"full"`` or ``"selective"``.
+    """
+
+    _kept_operators = _KEPT  # on the class: the callback is pickled for spawned workers, and operators can't be pickled
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self._wrapped: dict[nn.Module, Recomputed] = {}
+        self._is_checked = False
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Gives the strategy the function that wraps a block."""
+        if stage == "fit":
+            if self.kind == "selective":
+                self._kept_operators = kept_operators(pl_module)
+            adapt(trainer.strategy).recompute = self.wrap
+
+    def wrap(self, block: nn.Module) -> None:
+        """Makes a block recompute its activations."""
+        self._wrapped[block] = Recomputed(block, self.kind, self._kept_operators)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Wraps the blocks that the strategy has not wrapped."""
+        if not capabilities_of(trainer.strategy).recomputes_blocks:
+            for block in blocks_to_recompute(pl_module):
+                if block not in self._wrapped:
+                    self.wrap(block)
+        for recomputed in self._wrapped.values():
+            recomputed.is_on = True
+        rank_zero_info(
+            f"activation_checkpointing={self.kind!r}: on this rank {len(self._wrapped)} blocks ({self._names()})"
+            " compute their activations again in backward."
+        )
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Resets the check, since the validation before training has called the blocks."""
+        self._is_checked = bool(trainer.flags["compile"])  # type: ignore[attr-defined]  # which hides the calls
+        for recomputed in self._wrapped.values():
+            recomputed.was_called = False
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *unused: Any) -> None:
+        """Checks after the first batch that some block recomputes its activations.
+
+        Raises:
+            RuntimeError: no block has run its forward.
+        """
+        if self._is_checked:
+            return
+        self._is_checked = True
+        if self._wrapped and not any(recomputed.was_called for recomputed in self._wrapped.values()):
+            raise RuntimeError(
+                f"activation_checkpointing={self.kind!r} saves no memory: training_step has not called the forward"
+                f" of any block ({self._names()}). Give {type(pl_module).__name__} a method shard_units() that returns"
+                " the sub-modules it calls, or leave activation_checkpointing out."
+            )
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Restores the module."""
+        self._detach(trainer)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Restores the module."""
+        self._detach(trainer)
+
+    def _names(self) -> str:
+        return ", ".join(dict.fromkeys(recomputed.block_name for recomputed in self._wrapped.values()))
+
+    def _detach(self, trainer: Trainer) -> None:
+        # Blocks inside of another wrapper are needed again by a later `fit`.
+        self._wrapped = {block: wrapped for block, wrapped in self._wrapped.items() if not wrapped.detach()}
+        vars(trainer.strategy).pop("recompute", None)

@@ -19,9 +19,8 @@ from ..flags import (
     split_launcher,
 )
 from ..lazy import Reference
-from ..plugins import STRATEGY_GROUP, load_plugin, plugin_names
 from ..precision.names import PRECISIONS
-from ..registration import check_new_name
+from ..registration import STRATEGY_GROUP, check_new_name, load_plugin, plugin_names
 from .options import (
     CPOptions,
     DDPCPOptions,
@@ -418,7 +417,7 @@ def register_strategy(
     that it overrides.
 
     Call it in the script or in the module of the model, which every process runs. An installed package names the module
-    of the call as an entry point, see `polyphase.engine.plugins`.
+    of the call as an entry point, see `polyphase.engine.registration`.
 
     Example:
         >>> @dataclasses.dataclass(frozen=True, kw_only=True)

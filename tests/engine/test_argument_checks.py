@@ -20,7 +20,7 @@ from lightning.pytorch.trainer.connectors import accelerator_connector
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from polyphase.engine import Engine, fit
-from polyphase.engine.argument_checks import ArgumentError, check_arguments
+from polyphase.engine.config import ArgumentError, check_arguments
 from polyphase.engine.errors import RefusedError
 from polyphase.engine.precision.names import PRECISIONS
 

@@ -11,8 +11,8 @@ from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.cli import LightningArgumentParser
 
 from polyphase.engine import Engine, choices, fit
-from polyphase.engine.arguments import Arguments
 from polyphase.engine.compression import COMM_HOOKS
+from polyphase.engine.config import Arguments
 from polyphase.engine.data import UNEVEN
 from polyphase.engine.flags import Layout
 from polyphase.engine.loop.compile import COMPILE_MODES

@@ -9,9 +9,8 @@ from lightning.pytorch import Trainer
 
 from polyphase.callbacks import Snapshot
 from polyphase.engine import Engine
-from polyphase.engine.argument_checks import ArgumentError
 from polyphase.engine.cli.strategies import field_docs
-from polyphase.engine.config import EngineConfig
+from polyphase.engine.config import ArgumentError, EngineConfig
 
 from .tiny import Regression, engine, rows
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.multiprocessing.spawn import ProcessRaisedException
 
 from polyphase.engine.errors import RefusedError
-from polyphase.engine.preflight import check_module
+from polyphase.engine.select import check_module
 from tests.engine.tiny import Regression, engine, rows
 
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")

@@ -18,8 +18,8 @@ from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from polyphase.engine import Engine
-from polyphase.engine.arguments import Arguments
 from polyphase.engine.compression import COMM_HOOKS
+from polyphase.engine.config import Arguments
 from polyphase.engine.errors import RefusedError
 from polyphase.engine.precision.names import PRECISIONS
 from polyphase.engine.strategies import STRATEGIES

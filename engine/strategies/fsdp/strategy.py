@@ -35,10 +35,9 @@ from torch.fx import GraphModule
 
 from ...compression import AllReduceHook, CommHook, CountingGroup
 from ...compression.int8 import Int8
-from ...distributed.equal_ranks import equalise, tell_device
+from ...distributed.buckets import equalise, tell_device
 from ...flags import Layout
-from ...initialization.materialize import check_shapes, materialize
-from ...initialization.stored_weights import read_stored
+from ...initialization.stored_weights import check_shapes, materialize, read_stored
 from ...precision.plugins import autocast_dtype
 from ..averages import split_as_module
 from ..layout import check_dense_gradients, share_random_state

@@ -26,8 +26,7 @@ from torch.distributed.fsdp import FSDPModule
 
 # The type that `FSDPModule.set_custom_all_gather` takes; torch does not export it.
 from ..._compat.torch import AllGather
-from ...distributed.job_store import FIRST_FAILURE, JobStore
-from ...distributed.signing import Fields
+from ...distributed.job_store import FIRST_FAILURE, Fields, JobStore
 from ...distributed.waits import waiting
 from ...reliability.rendezvous import current_job
 from .shard_checks import check_own_parameters

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
-from ...distributed.equal_ranks import share_buffers
+from ...distributed.buckets import share_buffers
 from ..contents import OF_MODULES, PLAIN, Contents, in_tuples
 from ..mesh import MeshStrategy
 from ..parameter_hooks import call_before_use

@@ -29,11 +29,10 @@ from torch.distributed.fsdp import fully_shard
 from ...checkpoint.rng import get_random_state, set_random_state
 from ...choices import Axis
 from ...compression import AllReduceHook, CommHook, CountingGroup
-from ...distributed.equal_ranks import give_value, tell_device
+from ...distributed.buckets import give_value, tell_device
 from ...distributed.object_group import ObjectGroup
 from ...flags import Layout
-from ...initialization.materialize import check_shapes, materialize
-from ...initialization.stored_weights import read_stored
+from ...initialization.stored_weights import check_shapes, materialize, read_stored
 from ..averages import split_as_module
 from ..fsdp.comm import CountedAllGather, CountedReduceScatter, attach_to_gathered, fsdp_units, reshard
 from ..fsdp.shard_checks import check_pruning
@@ -295,7 +294,7 @@ class Pipeline(MeshStrategy):
         if (scaler := self.loss_scaler) is not None:
             self._runner.scale = scaler.scale
             # Stages have gradients of different parameters.
-            scaler.agree = self._largest_of_stages  # type: ignore[attr-defined]  # ours: `precision/loss_scaling.py`
+            scaler.agree = self._largest_of_stages  # type: ignore[attr-defined]  # ours: `precision/plugins.py`
         self._runner.checks_loss = not isinstance(self.options, PPFSDPOptions) and self.compile is None
 
     def _largest_of_stages(self, value: Tensor) -> Tensor:

@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.distributed import rpc
 from torch.futures import Future
 
+from ...distributed.job_store import signed, verified
 from ...distributed.object_group import ObjectGroup
-from ...distributed.signing import signed, verified
 from .rpc import ALLOWED, Connection
 
 __all__ = ["PendingGathers", "SurvivingRanks", "open_gathers", "pack", "unpack"]

@@ -43,7 +43,7 @@ from ...checkpoint import get_random_state, set_random_state
 from ...choices import Axis
 from ...compression import CommHook
 from ...flags import Layout, check_count
-from ...initialization.materialize import check_shapes
+from ...initialization.stored_weights import check_shapes
 from ..contents import begin_count, in_tuples, num_writes
 from ..fsdp.shard_checks import explained
 from ..fsdp.strategy import FSDP

@@ -4,7 +4,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 
-from polyphase.engine.cli.explain import explained
+from polyphase.engine.cli.strategies import explained
 from polyphase.models import ByteGPT
 
 

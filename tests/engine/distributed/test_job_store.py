@@ -8,9 +8,15 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyphase.engine.distributed.job_store import FIRST_FAILURE, JobStore, SignedStore
-from polyphase.engine.distributed.signing import parsed, signed, verified
-from polyphase.engine.distributed.store_calls import StoreLine
+from polyphase.engine.distributed.job_store import (
+    FIRST_FAILURE,
+    JobStore,
+    SignedStore,
+    StoreLine,
+    parsed,
+    signed,
+    verified,
+)
 from polyphase.engine.reliability.rank_registry import RankRegistry, process_key
 
 FAILURE = {"rank": 1, "kind": "hang", "by": 0, "message": "no progress"}

@@ -11,10 +11,9 @@ from multiprocessing.connection import Connection
 import pytest
 import torch.distributed as dist
 
-from polyphase.engine.distributed import store_calls as store_line
+from polyphase.engine.distributed import job_store as store_line
 from polyphase.engine.distributed.host_liveness import ProcessState, probe
-from polyphase.engine.distributed.job_store import JobStore
-from polyphase.engine.distributed.store_calls import StoreLostError
+from polyphase.engine.distributed.job_store import JobStore, StoreLostError
 
 
 def serve(port: Connection) -> None:

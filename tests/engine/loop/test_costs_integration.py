@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from polyphase.engine.distributed.equal_ranks import equalise
+from polyphase.engine.distributed.buckets import equalise
 from tests.distributed import run_ranks
 from tests.pairs import alternating
 

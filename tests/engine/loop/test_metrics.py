@@ -8,7 +8,7 @@ from lightning.pytorch import Callback
 from torch.utils.data import DataLoader
 
 from polyphase.engine.loop import metrics
-from polyphase.engine.loop.reduction import as_numbers
+from polyphase.engine.loop.metrics import as_numbers
 
 from ..tiny import Positions, Seen, engine
 

@@ -9,7 +9,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Result
 from torch.utils.data import DataLoader
 
 from polyphase.engine.distributed.object_group import WORLD
-from polyphase.engine.loop.reduction import reduce_results
+from polyphase.engine.loop.metrics import reduce_results
 from tests.distributed import run_ranks
 from tests.pairs import nightly
 

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from polyphase.engine.errors import RefusedError
 from polyphase.engine.loop import NothingTrainedError
-from polyphase.engine.loop.requests import why_empty
+from polyphase.engine.loop.runs import why_empty
 from tests.engine.tiny import Positions, Regression, Stream, engine, rows
 
 pytestmark = [

@@ -127,7 +127,7 @@ LATE = """
 import atexit
 import sys
 import time
-from polyphase.engine.distributed.store_calls import StoreLine
+from polyphase.engine.distributed.job_store import StoreLine
 from tests.engine.tiny import Regression, engine, rows
 
 class Late(Regression):

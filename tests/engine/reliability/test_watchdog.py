@@ -21,8 +21,7 @@ from torch.multiprocessing import ProcessRaisedException
 from torch.utils.data import DataLoader, Dataset
 
 from polyphase.engine import Engine
-from polyphase.engine.distributed.job_store import JobStore
-from polyphase.engine.distributed.store_calls import StoreLine
+from polyphase.engine.distributed.job_store import JobStore, StoreLine
 from polyphase.engine.reliability import failure
 from polyphase.engine.reliability.failure import Wakeup
 from polyphase.engine.reliability.heartbeat import describe, stack_of
