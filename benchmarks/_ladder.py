@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
 
 from polyphase.engine import Engine
-from polyphase.engine.data.watched import Watched
+from polyphase.engine.data.epoch_position import Watched
 from polyphase.engine.loop.hooks import Hooks
 
 __all__ = ["RUNGS", "by_rung", "ladder"]

@@ -24,7 +24,8 @@ from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import Strategy
 from typing_extensions import TypedDict
 
-from .choices import (
+from .errors import RefusedError, refusing
+from .flags import (
     AcceleratorName,
     ActivationCheckpointing,
     CheckpointFormat,
@@ -37,9 +38,11 @@ from .choices import (
     ProfilerName,
     StrategyName,
     UnevenPolicy,
+    check_count,
+    check_number,
+    choose,
+    did_you_mean,
 )
-from .errors import RefusedError, refusing
-from .flags import check_count, check_number, choose, did_you_mean
 from .precision.names import canonical_precision
 
 if TYPE_CHECKING:

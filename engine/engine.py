@@ -26,32 +26,32 @@ from . import verify as verification
 from .checkpoint import get_random_state, set_random_state
 from .checkpoint.export import check_target
 from .checkpoint.export import export as write_export
-from .choices import (
+from .compression import COMM_HOOKS, make_comm_hook
+from .compression.forecast import NUM_STEPS, ReportWriter, WireReport
+from .config import Arguments, Duration, EngineConfig, Plugin, checks_arguments, with_arguments_of
+from .data.batch_sizes import check_batch_sizes, check_loader
+from .distributed.environment import environment_of_launcher, resolve_sizes
+from .errors import RefusedError, check_checkpoint, check_nodes, check_writable, refusing
+from .flags import (
     AcceleratorName,
     ActivationCheckpointing,
     CheckpointFormat,
     ClipAlgorithm,
     CompileMode,
     CompressionName,
+    Layout,
     NonFinitePolicy,
     Offload,
     PrecisionName,
     ProfilerName,
     StrategyName,
     UnevenPolicy,
+    check_count,
+    choose,
 )
-from .compression import COMM_HOOKS, make_comm_hook
-from .compression.forecast import NUM_STEPS, ReportWriter, WireReport
-from .config import Arguments, Duration, EngineConfig, Plugin, checks_arguments, with_arguments_of
-from .data.batch_sizes import check_batch_sizes, check_loader
-from .distributed.launchers import environment_of_launcher, resolve_sizes
-from .errors import RefusedError, check_checkpoint, check_nodes, check_writable, refusing
-from .flags import Layout, check_count, choose
 from .initialization.stored_weights import check_shapes, read_stored
 from .loop import (
     NonFiniteWatch,
-    OffloadActivations,
-    RecomputeBlocks,
     TrainerBase,
     check_callbacks,
     check_cuda_graphs,
@@ -65,8 +65,8 @@ from .loop import (
 )
 from .select import check_module, default_run_summary, select, use_own_device, with_defaults
 from .strategies import STRATEGIES, adapt, lists_devices, prepare_to_repeat
-from .strategies.offload import choose_offload
-from .strategies.recompute import blocks_to_recompute, check_recompute, kept_operators
+from .strategies.offload import OffloadActivations, choose_offload
+from .strategies.recompute import RecomputeBlocks, blocks_to_recompute, check_recompute, kept_operators
 
 __all__ = ["Engine", "fit"]
 

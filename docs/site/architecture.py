@@ -24,7 +24,7 @@ BATCH: Sequence[Stop] = (
         "engine/loop/data_connector.py",
     ),
     ("The loop fetches a batch", "the flat loop of an epoch: fetch, step, log, validate", "engine/loop/training.py"),
-    ("It is copied to the device", "while the batch before is computed", "engine/loop/transfer.py"),
+    ("It is copied to the device", "while the batch before is computed", "engine/loop/hooks.py"),
     (
         "training_step computes the loss",
         "forward; the hooks that are overridden, and no others",

@@ -2,7 +2,7 @@
 
 from .clone_loader import clone_loader
 from .drawing import draws_at_once, restore_sampler
-from .epoch_position import EpochPosition, controlling_sampler, order_of, tell_batch_sampler
+from .epoch_position import EpochPosition, Watched, WatchedLoaders, controlling_sampler, order_of, tell_batch_sampler
 from .even_batches import EvalBatchSampler, check_length, evaluated_order, even_batches_of, is_custom
 from .exhausted import ExhaustedIteratorError, ends_with_data, naming_exhausted_iterators
 from .global_order import FlattenedBatchSampler, GlobalBatches, GlobalOrder, Samples
@@ -33,7 +33,6 @@ from .stateful import (
     track_states,
     tracks_own_position,
 )
-from .stream_draws import track_draws
 from .streams import (
     UnevenEvalLoader,
     as_uneven_eval,
@@ -45,8 +44,7 @@ from .streams import (
     shard_of,
 )
 from .uneven import UNEVEN, UnevenTrainLoader, as_uneven_train, check_evaluated_side_by_side, check_trained_side_by_side
-from .watched import Watched, WatchedLoaders
-from .workers import WithWorkers, Workers, has_workers
+from .workers import WithWorkers, Workers, has_workers, track_draws
 
 __all__ = [
     "UNEVEN",

@@ -3,8 +3,6 @@
 from ..loggers.run_names import claim_log_folders, folders_written_to
 from ..reliability.nonfinite import NonFiniteError, NonFiniteWatch
 from ..resume import from_checkpoint  # noqa: F401 - makes load_from_checkpoint open directories
-from ..strategies.offload import OffloadActivations
-from ..strategies.recompute import RecomputeBlocks
 from .compile import CompileSteps, check_cuda_graphs, compile_mode
 from .fit import NothingTrainedError
 from .install import TrainerBase, defaults_from_environment, install_loops
@@ -16,8 +14,6 @@ __all__ = [
     "NonFiniteError",
     "NonFiniteWatch",
     "NothingTrainedError",
-    "OffloadActivations",
-    "RecomputeBlocks",
     "TrainerBase",
     "check_callbacks",
     "check_cuda_graphs",

@@ -14,11 +14,10 @@ from .._compat.lightning import _DataLoaderIterDataFetcher, _EvaluationLoop, _Pr
 from ..data import check_evaluated_side_by_side, ends_with_data
 from ..strategies import adapt
 from ..strategies.averages import follow_until_first_update
-from .hooks import Hooks
+from .hooks import Hooks, Transfer
 from .log import attach_log, detach_log
 from .noise import hide_tree_warnings
 from .padding_batch import EvalPadding, beside_fillers, run_padding_batch
-from .transfer import Transfer
 
 __all__ = ["EvaluationLoop", "PredictionLoop"]
 

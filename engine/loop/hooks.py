@@ -5,15 +5,28 @@ overridden ones are called. They are looked up at each call, as Lightning does: 
 one a hook at any time. The order is Lightning's: the callbacks in their order, then the module.
 """
 
+import functools
 import types
 from collections.abc import Callable
-from typing import Any
+from operator import attrgetter
+from types import SimpleNamespace
+from typing import Any, Literal
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+import torch
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.core.optimizer import do_nothing_closure
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer import call
+from torch import Tensor
 
+from .. import strategies
+from ..devices import module_of
 from ..phases import PhaseClock
+from ..precision import plugins
+from ..strategies import adapt
 
-__all__ = ["Hooks", "bound", "is_lightnings", "overridden"]
+__all__ = ["Hooks", "Shortcuts", "Transfer", "bound", "is_lightnings", "overridden"]
 
 
 def bound(function: Callable[..., Any], owner: Any) -> Callable[..., Any]:
@@ -119,3 +132,239 @@ class Hooks:
         result = method(*arguments)
         state["_current_fx_name"] = outer
         return result
+
+
+# Moves a batch to the device, through the hooks that a user has overridden.
+#
+# On an accelerator plain tensors are copied on a separate stream. A batch is fetched while the device still computes
+# the previous one, so the copy overlaps with this computation. If memory is not pinned, the process waits for the
+# copy; on the compute stream it would also wait for all earlier computation.
+
+_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+
+
+class Transfer:
+    """Lightning's chain of hooks; a batch of plain tensors skips it if nobody has overridden a hook."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._device = trainer.strategy.root_device
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        self._owners = SimpleNamespace(
+            module=trainer.lightning_module, data=data, strategy=trainer.strategy, precision=trainer.precision_plugin
+        )
+        owners_of_hooks = ["module"] if data is None else ["module", "data"]
+        self._look_up = attrgetter(
+            *(f"{owner}.{name}" for owner in owners_of_hooks for name in _HOOKS),
+            "strategy.batch_to_device",
+            "precision.convert_input",
+        )
+        self._calls = self._look_up(self._owners)
+        overridden_hooks = {
+            name
+            for name in _HOOKS
+            if overridden(trainer.lightning_module, LightningModule, name)
+            or (data is not None and overridden(data, LightningDataModule, name))
+        }
+        moves_itself = "transfer_batch_to_device" in overridden_hooks or overridden(
+            trainer.strategy, Strategy, "batch_to_device"
+        )
+        self._is_plain = not (
+            overridden_hooks or moves_itself or overridden(trainer.precision_plugin, Precision, "convert_input")
+        )
+        self._stream = None if moves_itself else _stream(self._device)
+
+    def is_current(self) -> bool:
+        """Whether the hooks are still those that this object was made for: any object or class may get another one."""
+        return self._look_up(self._owners) == self._calls
+
+    def __call__(self, batch: Any, dataloader_idx: int = 0) -> Any:
+        """Returns the batch on the device."""
+        if self.is_there(batch):
+            return batch
+        trainer = self._trainer
+        # Lightning: LightningModule._on_before_batch_transfer and Strategy.batch_to_device call the three hooks.
+        if not self._is_plain:
+            batch = trainer.precision_plugin.convert_input(batch)
+            batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=dataloader_idx)
+        if self._stream is not None:
+            batch = self._copy(batch)
+            if self.is_there(batch):
+                return batch
+        return call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=dataloader_idx)
+
+    def is_there(self, batch: Any) -> bool:
+        """Whether there is nothing to do: plain tensors that are on the device already, and no hook."""
+        if not self._is_plain:
+            return False
+        kind = type(batch)
+        items = batch if kind is list or kind is tuple else batch.values() if kind is dict else (batch,)
+        # Exactly Tensor: other types may have their own `to` method. (A loop takes half the time of `all`.)
+        for item in items:  # noqa: SIM110
+            if type(item) is not Tensor or item.device != self._device:
+                return False
+        return True
+
+    def _copy(self, batch: Any) -> Any:
+        """Returns the batch with its plain tensors on the device; the hooks handle all other values."""
+        module = module_of(self._device)
+        copies: list[Tensor] = []
+        with module.stream(self._stream):
+            batch = _copied(batch, self._device, copies)
+        compute_stream = module.current_stream(self._device)
+        compute_stream.wait_stream(self._stream)
+        for copy in copies:
+            copy.record_stream(compute_stream)  # otherwise its memory would go back to the copying stream too early
+        return batch
+
+
+def _copied(item: Any, device: torch.device, copies: list[Tensor]) -> Any:
+    """Returns a part of a batch on the device, and adds its tensors to `copies`."""
+    # No nested function: one that calls itself is a reference cycle, and keeps the batch until garbage is collected.
+    kind = type(item)
+    if kind is Tensor and item.device.type == "cpu" and item.layout is torch.strided and not item.requires_grad:
+        copies.append(item.to(device, non_blocking=True))
+        return copies[-1]
+    if kind is dict:
+        return {key: _copied(value, device, copies) for key, value in item.items()}
+    if kind is list or kind is tuple:
+        return kind(map(functools.partial(_copied, device=device, copies=copies), item))
+    return item
+
+
+@functools.cache
+def _stream(device: torch.device) -> Any:
+    """Returns the stream of copies to a device; None without streams. All loops share it, and its copies' memory."""
+    module = module_of(device)
+    return module.Stream(device=device) if hasattr(module, "Stream") else None
+
+
+# Skips Lightning's functions between the loop and torch that only call the next one.
+#
+# Between them are some 30 functions of the module, the strategy, the precision plugin and the wrapper of the optimizer.
+# If a class or an object overrides one of them, it is called. Lightning's own functions (and the engine's, for the
+# precision) only call the next one, so the loop calls the last one of such a chain directly.
+#
+# If one of these methods is replaced during an epoch, on an object or on a class, the next batch uses the new one: at
+# each batch `is_current` compares what would be called.
+
+_STRATEGY = "lightning.pytorch.strategies.strategy"
+_DDP_STRATEGIES = ("lightning.pytorch.strategies.ddp", f"{strategies.__name__}.ddp")
+"""Their hooks before backward are for manual optimization only, which does not run in the flat loop."""
+_MODULE = "lightning.pytorch.core.module"
+_OPTIMIZER = "lightning.pytorch.core.optimizer"
+_PRECISION = "lightning.pytorch.plugins.precision.precision"
+_FABRIC_PRECISION = "lightning.fabric.plugins.precision.precision"
+_ENGINE_PRECISION = plugins.__name__
+
+_CALLED = {
+    "module": ("training_step", "optimizer_step", "optimizer_zero_grad"),
+    "strategy": ("model", "training_step", "backward", "pre_backward", "post_backward", "optimizer_step"),
+    "precision": (
+        "train_step_context", "forward_context", "pre_backward", "backward", "post_backward", "optimizer_step",
+        "_wrap_closure",
+    ),
+}  # fmt: skip
+# Each in one call of Python's, since they are looked up at each batch.
+_OF_HOOKS = attrgetter(*(f"{owner}.{name}" for owner, names in _CALLED.items() for name in names))
+_OF_OPTIMIZER = attrgetter("step", "_on_before_step", "_on_after_step")
+
+
+def _is_from(owner: Any, name: str, *modules: str) -> bool:
+    """Whether a method of `owner` is code of one of `modules`, neither overridden nor wrapped."""
+    function = getattr(getattr(owner, name, None), "__func__", None)
+    # Compared by the module of its globals: `functools.wraps` copies the name and module of the wrapped function.
+    return function is not None and function.__globals__["__name__"] in modules
+
+
+class Shortcuts:
+    """The calls of a step, each as short as possible without a visible difference.
+
+    Args:
+        hooks: hooks of the run, with its module, strategy and precision.
+    """
+
+    def __init__(self, hooks: Hooks) -> None:
+        self._hooks = hooks
+        self._of_hooks = _OF_HOOKS(hooks)
+        self._of_optimizer = _OF_OPTIMIZER(hooks.strategy._lightning_optimizers[0])
+        module, strategy, precision = hooks.module, hooks.strategy, hooks.precision
+        wrapped = strategy._lightning_optimizers[0]
+        self.skips_forward = (
+            strategy.model is module
+            and _is_from(strategy, "training_step", _STRATEGY)
+            and _is_from(precision, "train_step_context", _ENGINE_PRECISION)
+            and _is_from(precision, "forward_context", _FABRIC_PRECISION)
+        )
+        """Whether the strategy's `training_step` only calls the module's."""
+        self._skips_backward = (
+            _is_from(strategy, "backward", _STRATEGY)
+            and _is_from(precision, "pre_backward", _ENGINE_PRECISION)
+            and _is_from(precision, "backward", _PRECISION)
+            and _is_from(precision, "post_backward", _ENGINE_PRECISION)
+        )
+        self._has_pre_backward = not _is_from(strategy, "pre_backward", _STRATEGY, *_DDP_STRATEGIES)
+        self._has_post_backward = not _is_from(strategy, "post_backward", _STRATEGY, _DDP_STRATEGIES[0])
+        self.skips_zero_grad = _is_from(module, "optimizer_zero_grad", _MODULE)
+        """Whether gradients are zeroed by the optimizer alone, as Lightning does."""
+        self._step_entry: Literal["module", "strategy", "precision"] = "module"
+        # Lightning: LightningOptimizer.step calls these two first and last, for manual optimization.
+        has_step_callbacks = {wrapped._on_before_step, wrapped._on_after_step} != {do_nothing_closure}
+        if (
+            _is_from(module, "optimizer_step", _MODULE)
+            and _is_from(wrapped, "step", _OPTIMIZER)
+            and not has_step_callbacks
+        ):
+            skips_strategy = _is_from(strategy, "optimizer_step", _STRATEGY) or adapt(strategy).passes_step_on
+            self._step_entry = "precision" if skips_strategy else "strategy"
+        self.calls_after_closure = (
+            self._step_entry == "precision"
+            and _is_from(precision, "optimizer_step", _PRECISION)
+            and _is_from(precision, "_wrap_closure", _PRECISION)
+        )
+        """Whether the closure given to `optimizer_step` has to call the precision plugin's `_after_closure` itself."""
+
+    def is_current(self) -> bool:
+        """Whether the methods are still those that the shortcuts were derived from."""
+        hooks = self._hooks
+        wrapped = hooks.strategy._lightning_optimizers[0]
+        return _OF_HOOKS(hooks) == self._of_hooks and _OF_OPTIMIZER(wrapped) == self._of_optimizer
+
+    def backward(self, loss: Tensor, optimizer: Any) -> None:
+        """Runs backward and the hooks around it."""
+        hooks = self._hooks
+        if not self._skips_backward:
+            hooks.strategy.backward(loss, optimizer)
+            return
+        # Lightning: Strategy.backward, and what it calls of the precision plugin
+        if self._has_pre_backward:
+            hooks.strategy.pre_backward(loss)
+        hooks.call("on_before_backward", loss)
+        hooks.module.backward(loss)
+        hooks.call("on_after_backward")
+        if self._has_post_backward:
+            hooks.strategy.post_backward(loss)
+
+    def zero_grad(self, batch_idx: int, optimizer: Any) -> None:
+        """Zeroes the gradients."""
+        hooks = self._hooks
+        if self.skips_zero_grad:  # Lightning: LightningModule.optimizer_zero_grad
+            hooks.in_hook("optimizer_zero_grad", optimizer.zero_grad)
+        else:
+            users, epoch = hooks.module.optimizer_zero_grad, hooks.trainer.current_epoch
+            hooks.in_hook("optimizer_zero_grad", users, epoch, batch_idx, optimizer)
+
+    def optimizer_step(self, batch_idx: int, optimizer: Any, closure: Callable[[], Any]) -> None:
+        """Runs the step of the strategy's first optimizer, which calls `closure`."""
+        hooks = self._hooks
+        # Lightning: LightningModule.optimizer_step, LightningOptimizer.step, Strategy.optimizer_step
+        if self.calls_after_closure:  # Lightning: Precision.optimizer_step and ._wrap_closure as well
+            hooks.in_hook("optimizer_step", optimizer.step, closure)
+        elif self._step_entry == "precision":
+            hooks.in_hook("optimizer_step", hooks.precision.optimizer_step, optimizer, hooks.module, closure)
+        elif self._step_entry == "strategy":
+            hooks.in_hook("optimizer_step", hooks.strategy.optimizer_step, optimizer, closure)
+        else:
+            step, epoch = hooks.module.optimizer_step, hooks.trainer.current_epoch
+            wrapped = hooks.strategy._lightning_optimizers[0]
+            hooks.in_hook("optimizer_step", step, epoch, batch_idx, wrapped, closure)

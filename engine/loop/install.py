@@ -27,8 +27,7 @@ from .._compat.lightning import _CallbackConnector, _MultiProcessingLauncher, _p
 from ..config import EngineConfig
 from ..data import naming_exhausted_iterators, naming_foreign_ranks
 from ..data.batch_sizes import BatchSizes
-from ..distributed.environment import keeping_interface
-from ..distributed.launchers import rank_variables
+from ..distributed.environment import keeping_interface, rank_variables
 from ..distributed.object_group import SELF, WORLD, ObjectGroup
 from ..flags import check_count
 from ..loggers.run_names import check_run_name, logging_run_parameters, use_run_logger

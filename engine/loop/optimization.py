@@ -24,13 +24,11 @@ from ..precision.plugins import one_update, stepping_together
 from ..reliability.nonfinite import NonFiniteWatch
 from ..strategies import capabilities_of, without_sync
 from ..strategies.step_guard import StepGuard
-from .hooks import Hooks
+from .hooks import Hooks, Shortcuts, Transfer
 from .loss_weighting import LossWeighting
 from .out_of_memory import OutOfMemory
 from .padding_batch import beside_fillers
 from .several_optimizers import SharedClosure
-from .shortcuts import Shortcuts
-from .transfer import Transfer
 
 __all__ = ["AutomaticOptimization", "ManualOptimization", "check_may_skip"]
 

@@ -19,7 +19,7 @@ from ..data import UnevenEvalLoader, even_batches_of
 from ..distributed.fillers import among_fillers
 from ..strategies import adapt, updated_buffers
 from ..strategies.step_snapshot import StepSnapshot
-from .transfer import Transfer
+from .hooks import Transfer
 
 __all__ = ["EvalPadding", "beside_fillers", "run_padding_batch"]
 

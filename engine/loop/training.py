@@ -37,12 +37,10 @@ from .averaged_gradients import AveragedGradients
 from .evaluation import EvaluationLoop
 from .first_steps import FirstSteps
 from .garbage import GarbageCollection
-from .hooks import Hooks, overridden
+from .hooks import Hooks, Shortcuts, Transfer, overridden
 from .log import attach_log, detach_log
 from .optimization import AutomaticOptimization, ManualOptimization, check_may_skip
 from .out_of_memory import OutOfMemory, RetryStep
-from .shortcuts import Shortcuts
-from .transfer import Transfer
 
 __all__ = ["TrainingEpochLoop", "fetch"]
 

@@ -25,9 +25,8 @@ from contextlib import suppress
 from typing import Any
 
 from ..contract import adapt
-from ..distributed.environment import shows_all_frames
+from ..distributed.environment import launcher_name, shows_all_frames
 from ..distributed.job_store import FIRST_FAILURE, PATIENCE_S, StoreLostError, end_threads
-from ..distributed.launchers import launcher_name
 from .failure import DONE, TOLD, Wakeup, delay_the_kill, print_rank, watch_parent
 from .flight_recorder import late_ranks
 from .hard_exit import hard_exit, started_ranks

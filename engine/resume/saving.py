@@ -40,8 +40,8 @@ from ..checkpoint.publish import update_link
 from ..checkpoint.single_file import MANIFEST_KEY, MOST_TEXT_BYTES, OURS
 from ..checkpoint.state_tree import all_by_name, mapped, merged
 from ..checkpoint.whole import check_file_state, read_file, refusal_of, structures_in, write_file
-from ..choices import CheckpointFormat
 from ..distributed.object_group import num_ranks
+from ..flags import CheckpointFormat
 from ..loggers.continuation import LogContinuation
 from ..reliability.nonfinite import NonFiniteError
 from ..strategies import adapt, capabilities_of

@@ -17,8 +17,8 @@ from torch.autograd.graph import save_on_cpu
 from .dp import DP
 from .fsdp.strategy import FSDP
 from .options import FSDPOptions
-from .ps import PS
-from .tensor import TensorParallel
+from .ps.strategy import PS
+from .tensor.strategy import TensorParallel
 
 __all__ = ["OffloadActivations", "choose_offload"]
 

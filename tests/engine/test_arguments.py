@@ -10,7 +10,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.cli import LightningArgumentParser
 
-from polyphase.engine import Engine, choices, fit
+from polyphase.engine import Engine, fit, flags
 from polyphase.engine.compression import COMM_HOOKS
 from polyphase.engine.config import Arguments
 from polyphase.engine.data import UNEVEN
@@ -88,14 +88,14 @@ def test_each_argument_is_documented_in_the_order_of_the_signature():
 @pytest.mark.parametrize(
     ("choice", "table"),
     [
-        (choices.StrategyName, {"auto", *STRATEGIES}),
-        (choices.CompressionName, {"none", *COMM_HOOKS}),
-        (choices.UnevenPolicy, set(UNEVEN)),
-        (choices.NonFinitePolicy, set(NONFINITE_POLICIES)),
-        (choices.CompileMode, set(COMPILE_MODES)),
-        (choices.AcceleratorName, {"auto", "gpu", *AcceleratorRegistry.available_accelerators()}),
-        (choices.PrecisionName, options(lightnings._PRECISION_INPUT)),
-        (choices.Axis, set(Layout().axes)),
+        (flags.StrategyName, {"auto", *STRATEGIES}),
+        (flags.CompressionName, {"none", *COMM_HOOKS}),
+        (flags.UnevenPolicy, set(UNEVEN)),
+        (flags.NonFinitePolicy, set(NONFINITE_POLICIES)),
+        (flags.CompileMode, set(COMPILE_MODES)),
+        (flags.AcceleratorName, {"auto", "gpu", *AcceleratorRegistry.available_accelerators()}),
+        (flags.PrecisionName, options(lightnings._PRECISION_INPUT)),
+        (flags.Axis, set(Layout().axes)),
     ],
     ids=lambda value: "",
 )
@@ -104,7 +104,7 @@ def test_the_closed_sets_are_those_of_the_tables(choice, table):
 
 
 def test_each_precision_of_ours_is_one_of_lightnings():
-    assert set(PRECISIONS) < set(typing.get_args(choices.PrecisionName))
+    assert set(PRECISIONS) < set(typing.get_args(flags.PrecisionName))
 
 
 def test_the_parser_of_lightnings_command_sees_each_argument():

@@ -27,11 +27,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from ...checkpoint.rng import get_random_state, set_random_state
-from ...choices import Axis
 from ...compression import AllReduceHook, CommHook, CountingGroup
 from ...distributed.buckets import give_value, tell_device
 from ...distributed.object_group import ObjectGroup
-from ...flags import Layout
+from ...flags import Axis, Layout
 from ...initialization.stored_weights import check_shapes, materialize, read_stored
 from ..averages import split_as_module
 from ..fsdp.comm import CountedAllGather, CountedReduceScatter, attach_to_gathered, fsdp_units, reshard

@@ -34,7 +34,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
 from ..._compat.torch import tree_leaves, tree_map_only
-from ...choices import Axis
+from ...flags import Axis
 from ..options import CPOptions, DDPCPOptions, FSDPCPOptions, HSDPCPOptions
 from ..units import named_blocks
 from .strategy import TensorParallel

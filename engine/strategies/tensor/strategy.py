@@ -40,9 +40,8 @@ from torch.optim import Optimizer
 # torch: runs a module with other tensors as its parameters; `functional_call` would run the module's hooks as well.
 from ..._compat.torch import _reparametrize_module, manual_seed, tree_map_only
 from ...checkpoint import get_random_state, set_random_state
-from ...choices import Axis
 from ...compression import CommHook
-from ...flags import Layout, check_count
+from ...flags import Axis, Layout, check_count
 from ...initialization.stored_weights import check_shapes
 from ..contents import begin_count, in_tuples, num_writes
 from ..fsdp.shard_checks import explained

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from polyphase.engine.cli.command import COMMANDS, print_completion
+from polyphase.engine.cli import COMMANDS, print_completion
 from polyphase.engine.cli.flag_table import ENGINE_FLAGS
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from polyphase.engine.cli.command import import_classes
+from polyphase.engine.cli import import_classes
 
 BROKEN = {
     "needs_more": ("import json, no_such_thing\nclass Net: ...\n", "No module named 'no_such_thing'"),

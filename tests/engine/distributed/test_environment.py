@@ -7,8 +7,14 @@ import psutil
 import pytest
 import torch
 
-from polyphase.engine.distributed.environment import child_environment, global_seed, listen_towards
-from polyphase.engine.distributed.launchers import launched_sizes, launcher_name, resolve_sizes
+from polyphase.engine.distributed.environment import (
+    child_environment,
+    global_seed,
+    launched_sizes,
+    launcher_name,
+    listen_towards,
+    resolve_sizes,
+)
 
 from ..tiny import QUIET, Engine
 

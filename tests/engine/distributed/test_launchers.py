@@ -5,7 +5,7 @@ import os
 import pytest
 from lightning.fabric.plugins.environments import KubeflowEnvironment
 
-from polyphase.engine.distributed.launchers import (
+from polyphase.engine.distributed.environment import (
     LaunchedEnvironment,
     launched_sizes,
     launcher_name,
