@@ -28,7 +28,8 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from polyphase.engine import Engine
-from polyphase.engine.data import GlobalOrder, LengthBucketing, PackSequences
+from polyphase.engine.data import LengthBucketing, PackSequences
+from polyphase.engine.data.global_order import GlobalOrder
 from polyphase.models import ByteGPT
 
 LONGEST, BUDGET, SAMPLES = 512, 2048, 10

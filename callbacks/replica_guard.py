@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
-from polyphase.engine.data import UnevenTrainLoader
+from polyphase.engine.data.uneven import UnevenTrainLoader
 from polyphase.engine.strategies import adapt
 
 __all__ = ["ReplicaError", "ReplicaGuard", "why_not"]

@@ -50,19 +50,12 @@ from .flags import (
     choose,
 )
 from .initialization.stored_weights import check_shapes, read_stored
-from .loop import (
-    NonFiniteWatch,
-    TrainerBase,
-    check_callbacks,
-    check_cuda_graphs,
-    check_manual_optimization,
-    claim_log_folders,
-    compile_mode,
-    defaults_from_environment,
-    folders_written_to,
-    install_loops,
-    reports_uncaught,
-)
+from .loggers.run_names import claim_log_folders, folders_written_to
+from .loop.compile import check_cuda_graphs, compile_mode
+from .loop.install import TrainerBase, defaults_from_environment, install_loops
+from .loop.runs import check_callbacks, check_manual_optimization, reports_uncaught
+from .reliability.nonfinite import NonFiniteWatch
+from .resume import from_checkpoint  # noqa: F401 - makes load_from_checkpoint open directories
 from .select import check_module, default_run_summary, select, use_own_device, with_defaults
 from .strategies import STRATEGIES, adapt, lists_devices, prepare_to_repeat
 from .strategies.offload import OffloadActivations, choose_offload

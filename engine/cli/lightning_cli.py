@@ -18,7 +18,7 @@ from ..compression import make_comm_hook
 from ..engine import Engine
 from ..errors import RefusedError, check_checkpoint
 from ..flags import check_count, did_you_mean
-from ..loop import quiet
+from ..loop.noise import quiet
 from .classes import missing_module, no_argument
 from .console import exit_with as _exit
 from .flag_table import ENGINE_FLAGS, flags_of

@@ -10,7 +10,8 @@ from lightning.pytorch.utilities.data import has_iterable_dataset, sized_len
 from torch.utils.data import BatchSampler, DataLoader
 
 from ..flags import check_count
-from . import GlobalBatches, GlobalOrder, Samples, UnevenTrainLoader
+from .global_order import GlobalBatches, GlobalOrder, Samples
+from .uneven import UnevenTrainLoader
 
 __all__ = ["BatchSizes", "check_batch_sizes", "check_loader"]
 

@@ -20,7 +20,7 @@ from ..seeds import derive_seed
 from .clone_loader import classes_of_torchdata, clone_loader, is_torchdata_loader, substitute_dataset
 from .stateful import is_stateful
 
-__all__ = ["SeededLoader", "SeededSamples", "check_seedable", "seed_samples"]
+__all__ = ["SeededSamples", "check_seedable", "seed_samples"]
 
 
 class SeededSamples:
@@ -94,7 +94,7 @@ def _left_as_they_are() -> Iterator[None]:
         torch.set_rng_state(before[2])
 
 
-class SeededLoader(DataLoader):
+class _SeededLoader(DataLoader):
     """A loader whose iterators read `samples` instead of its data set."""
 
     samples: SeededSamples
@@ -110,7 +110,7 @@ class SeededLoader(DataLoader):
         return substitute_dataset(self, self.samples)
 
 
-class _SeededStatefulLoader(SeededLoader):
+class _SeededStatefulLoader(_SeededLoader):
     """A seeded `StatefulDataLoader`, which also makes an iterator in `state_dict`."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -145,7 +145,7 @@ def check_seedable(loader: Any) -> None:
     )
 
 
-def seed_samples(loader: DataLoader, key: tuple[int, ...], epoch: Callable[[], int]) -> SeededLoader:
+def seed_samples(loader: DataLoader, key: tuple[int, ...], epoch: Callable[[], int]) -> _SeededLoader:
     """Returns a copy of `loader` that seeds each sample by ``(*key, epoch, index)``.
 
     Args:
@@ -153,7 +153,7 @@ def seed_samples(loader: DataLoader, key: tuple[int, ...], epoch: Callable[[], i
         key: the seed, and numbers that differ between loaders.
         epoch: returns the number of the current epoch.
     """
-    mixin = _SeededStatefulLoader if is_torchdata_loader(loader) else SeededLoader
+    mixin = _SeededStatefulLoader if is_torchdata_loader(loader) else _SeededLoader
     samples = SeededSamples(loader.dataset, key, is_shared=loader.num_workers > 0)
-    seeded: SeededLoader = clone_loader(loader, mixin, samples=samples, sample_epoch=epoch)
+    seeded: _SeededLoader = clone_loader(loader, mixin, samples=samples, sample_epoch=epoch)
     return seeded

@@ -44,7 +44,6 @@ __all__ = [
     "listen_on_loopback",
     "listen_towards",
     "num_launched",
-    "number_in",
     "own_address",
     "owns_master_port",
     "parent_pid",
@@ -114,7 +113,7 @@ _RANGES = {
 """The whole numbers that a variable may have, by its name."""
 
 
-def number_in(name: str, default: int) -> int:
+def _number_in(name: str, default: int) -> int:
     """Returns the whole number in an environment variable; `default` if it is unset or empty.
 
     Raises:
@@ -139,13 +138,13 @@ def _check_variables() -> None:
         ValueError: one is no number of its kind, or contradicts another one; the message has their names and values.
     """
     for name in _RANGES:
-        number_in(name, 0)
+        _number_in(name, 0)
     launcher = launcher_name()
     names = _SLURM if launcher == "SLURM" else _names(str(launcher))
     pairs = [(names.rank, names.size), (names.local_rank, names.local_size)]
     for rank, size in pairs[: 1 if launcher == "SLURM" else 2]:  # SLURM's last one is that of the job, not of the step
-        num_ranks = number_in(size, _MOST_PROCESSES)
-        if number_in(rank, 0) >= num_ranks:
+        num_ranks = _number_in(size, _MOST_PROCESSES)
+        if _number_in(rank, 0) >= num_ranks:
             raise ValueError(
                 f"the environment variables {rank}={os.environ[rank]} and {size}={os.environ[size]} contradict each"
                 f" other: with {num_ranks} process(es) {rank} is from 0 to {num_ranks - 1}."
@@ -165,7 +164,7 @@ def launcher_name() -> str | None:
     if (name := _found(_MPI)) is not None:
         return name
     # SLURM_NTASKS_PER_NODE and friends also exist in an interactive allocation, which starts one process only.
-    if SLURMEnvironment.detect() and number_in("SLURM_NTASKS", 1) > 1:
+    if SLURMEnvironment.detect() and _number_in("SLURM_NTASKS", 1) > 1:
         return "SLURM"
     return _found(_OTHERS)
 
@@ -176,12 +175,12 @@ def launched_sizes() -> tuple[int, int] | None:
     if launcher is None:
         return None
     if launcher == "SLURM":
-        total = number_in("SLURM_NTASKS", 1)
-        num_nodes = number_in("SLURM_NNODES", number_in("SLURM_JOB_NUM_NODES", 0))
+        total = _number_in("SLURM_NTASKS", 1)
+        num_nodes = _number_in("SLURM_NNODES", _number_in("SLURM_JOB_NUM_NODES", 0))
         return total, _whole_share(total, num_nodes) if num_nodes else 0
     names = _names(launcher)
     is_one_per_node = launcher == _PLAIN and names.local_rank not in os.environ
-    return number_in(names.size, 1), number_in(names.local_size, int(is_one_per_node))
+    return _number_in(names.size, 1), _number_in(names.local_size, int(is_one_per_node))
 
 
 @contextmanager
@@ -262,17 +261,17 @@ class LaunchedEnvironment(ClusterEnvironment):
     def __init__(self, launcher: str, num_nodes: int) -> None:
         super().__init__()
         names = _names(launcher)
-        self._size, self._rank = number_in(names.size, 1), number_in(names.rank, 0)
+        self._size, self._rank = _number_in(names.size, 1), _number_in(names.rank, 0)
         per_node = self._size // num_nodes
         self._node_rank, local_rank = divmod(self._rank, per_node)
-        self._local_rank = number_in(names.local_rank, local_rank)
+        self._local_rank = _number_in(names.local_rank, local_rank)
         if not (0 <= self._rank < self._size and self._local_rank == local_rank):
             raise ValueError(
                 f"{names.rank}={self._rank} and {names.local_rank}={self._local_rank} don't fit {self._size} processes"
                 f" ({names.size}) on {num_nodes} node(s) of {per_node} each, numbered node by node: set"
                 f" {names.local_size}, or give num_nodes and devices."
             )
-        address, port = os.environ.get("MASTER_ADDR"), number_in("MASTER_PORT", 0)
+        address, port = os.environ.get("MASTER_ADDR"), _number_in("MASTER_PORT", 0)
         job = next((os.environ[name] for name in _JOB_IDS if os.environ.get(name)), None)
         if (address is None and num_nodes > 1) or (not port and job is None):
             raise ValueError(
@@ -327,7 +326,7 @@ def _found(launchers: dict[str, _Names]) -> str | None:
     is_named = {
         name: names.rank in os.environ and not (name == _PLAIN and _is_completed()) for name, names in launchers.items()
     }
-    sizes = {name: number_in(launchers[name].size, 1) for name in launchers if is_named[name]}
+    sizes = {name: _number_in(launchers[name].size, 1) for name in launchers if is_named[name]}
     return next((name for name, size in sizes.items() if size > 1), None)
 
 
@@ -400,7 +399,7 @@ def is_elastic() -> bool:
 
 def restart_count() -> int:
     """The number of times that the launcher has restarted this job."""
-    return max(number_in(f"{name}_RESTART_COUNT", 0) for name in ("TORCHELASTIC", "SLURM"))
+    return max(_number_in(f"{name}_RESTART_COUNT", 0) for name in ("TORCHELASTIC", "SLURM"))
 
 
 def has_rendezvous(cluster_environment: Any) -> bool:
@@ -528,17 +527,17 @@ def job_marks() -> list[str]:
 
 def num_launched() -> int:
     """The number of processes that a launcher such as torchrun has started; 1 without a launcher."""
-    return number_in("WORLD_SIZE", 1)
+    return _number_in("WORLD_SIZE", 1)
 
 
 def master_port() -> int | None:
     """The port of the rendezvous, if the user or a launcher has set one."""
-    return number_in("MASTER_PORT", 0) or None
+    return _number_in("MASTER_PORT", 0) or None
 
 
 def launched_as() -> tuple[int, int, str]:
     """This process's rank in the job, its rank on the host, and the address of rank 0, as torchrun sets them."""
-    return number_in("RANK", 0), number_in("LOCAL_RANK", 0), os.environ.get("MASTER_ADDR") or "127.0.0.1"
+    return _number_in("RANK", 0), _number_in("LOCAL_RANK", 0), os.environ.get("MASTER_ADDR") or "127.0.0.1"
 
 
 def environment_with(more: Mapping[str, str]) -> dict[str, str]:
@@ -588,7 +587,7 @@ def parent_pid() -> int | None:
 
 def global_seed() -> int:
     """The seed of `seed_everything` where it was called, else of `torch.manual_seed`, else this process's own."""
-    return number_in("PL_GLOBAL_SEED", torch.initial_seed())
+    return _number_in("PL_GLOBAL_SEED", torch.initial_seed())
 
 
 def given_seed() -> int | None:

@@ -22,39 +22,18 @@ from .._compat.lightning import (
     _dataloader_init_kwargs_resolve_sampler,
     _IndexBatchSamplerWrapper,
 )
-from ..data import (
-    EvalBatchSampler,
-    FlattenedBatchSampler,
-    GlobalOrder,
-    ShardedLoader,
-    ShardedStream,
-    StateTrackingLoader,
-    WithWorkers,
-    as_stateful,
-    as_uneven_eval,
-    as_uneven_train,
-    check_length,
-    check_not_read_whole,
-    check_own_part,
-    check_seedable,
-    clone_loader,
-    controlling_sampler,
-    draws_at_once,
-    evaluated_order,
-    has_workers,
-    is_custom,
-    is_stateful,
-    order_of,
-    read_by_shards,
-    reread_if_buffered,
-    seed_samples,
-    shard_of,
-    tell_batch_sampler,
-    track_draws,
-    track_states,
-    tracks_own_position,
-)
 from ..data.batch_sizes import BatchSizes, check_loader
+from ..data.clone_loader import clone_loader
+from ..data.drawing import draws_at_once
+from ..data.epoch_position import controlling_sampler, order_of, tell_batch_sampler
+from ..data.even_batches import EvalBatchSampler, check_length, evaluated_order, is_custom
+from ..data.global_order import FlattenedBatchSampler, GlobalOrder
+from ..data.sample_seeds import check_seedable, seed_samples
+from ..data.shards import ShardedLoader, ShardedStream, read_by_shards, reread_if_buffered
+from ..data.stateful import StateTrackingLoader, as_stateful, is_stateful, track_states, tracks_own_position
+from ..data.streams import as_uneven_eval, check_not_read_whole, check_own_part, shard_of
+from ..data.uneven import as_uneven_train
+from ..data.workers import WithWorkers, has_workers, track_draws
 from ..distributed.environment import global_seed
 from ..resume.data_position import DataPosition
 from ..strategies import adapt

@@ -11,7 +11,8 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from .._compat.lightning import _DataLoaderIterDataFetcher, _EvaluationLoop, _PredictionLoop
-from ..data import check_evaluated_side_by_side, ends_with_data
+from ..data.exhausted import ends_with_data
+from ..data.uneven import check_evaluated_side_by_side
 from ..strategies import adapt
 from ..strategies.averages import follow_until_first_update
 from .hooks import Hooks, Transfer

@@ -9,7 +9,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 # Lightning: the optimizer of a module that has none.
 # Lightning: Trainer.fit_loop.
 from .._compat.lightning import _FitLoop, _MockOptimizer
-from ..data import ends_with_data, starts_iterator, tell_batch_sampler
+from ..data.epoch_position import tell_batch_sampler
+from ..data.exhausted import ends_with_data
+from ..data.stateful import starts_iterator
 from ..strategies.averages import follow_until_first_update, resume_schedules
 from .noise import hide_tree_warnings
 from .runs import why_empty

@@ -25,8 +25,9 @@ from torch.utils.data import BatchSampler, DataLoader
 # Lightning: its own decorator of `Trainer.__init__` reads these; for a subclass it would read PL_ENGINE_*.
 from .._compat.lightning import _CallbackConnector, _MultiProcessingLauncher, _parse_env_variables, _TunerExitException
 from ..config import EngineConfig
-from ..data import naming_exhausted_iterators, naming_foreign_ranks
 from ..data.batch_sizes import BatchSizes
+from ..data.exhausted import naming_exhausted_iterators
+from ..data.streams import naming_foreign_ranks
 from ..distributed.environment import keeping_interface, rank_variables
 from ..distributed.object_group import SELF, WORLD, ObjectGroup
 from ..flags import check_count

@@ -23,7 +23,7 @@ import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
 
-from ..data import Samples
+from ..data.global_order import Samples
 from ..devices import multiply
 from ..precision.clipping import local_values
 from ..strategies import adapt

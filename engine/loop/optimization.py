@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .._compat.lightning import _AutomaticOptimization, _ManualOptimization
-from ..data import ends_with_data
+from ..data.exhausted import ends_with_data
 from ..precision.plugins import one_update, stepping_together
 from ..reliability.nonfinite import NonFiniteWatch
 from ..strategies import capabilities_of, without_sync

@@ -15,7 +15,8 @@ from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat
 
 from .._compat.lightning import _ResultCollection, _ResultMetric
-from ..data import UnevenEvalLoader, even_batches_of
+from ..data.even_batches import even_batches_of
+from ..data.streams import UnevenEvalLoader
 from ..distributed.fillers import among_fillers
 from ..strategies import adapt, updated_buffers
 from ..strategies.step_snapshot import StepSnapshot

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset
 # Lightning: the launchers of worker processes; the parent's objects do not change.
 from .._compat.lightning import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from .._compat.torch import OptimizedModule
-from ..data import check_made_for, check_script_makes_none
+from ..data.streams import check_made_for, check_script_makes_none
 from ..errors import NoModuleError, RefusedError, refusing
 from ..reliability.tracebacks import Failure, failure_of, forget_failures, on_uncaught
 from ..strategies import adapt

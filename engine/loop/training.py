@@ -28,7 +28,7 @@ from .._compat.lightning import (
     _TrainingEpochLoop,
 )
 from ..checkpoint import get_random_state
-from ..data import ends_with_data
+from ..data.exhausted import ends_with_data
 from ..reliability.nonfinite import NonFiniteWatch
 from ..strategies import adapt, capabilities_of, differing_buffers
 from ..strategies.averages import end_averages

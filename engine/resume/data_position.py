@@ -17,34 +17,23 @@ from torch.utils.data import DataLoader, SequentialSampler
 
 # Lightning: the number of batches of a loader under `limit_train_batches`.
 from .._compat.lightning import _parse_num_batches
-from ..data import (
-    EpochPosition,
+from ..data.batch_sizes import BatchSizes
+from ..data.drawing import restore_sampler
+from ..data.epoch_position import EpochPosition, Watched, WatchedLoaders, controlling_sampler, order_of
+from ..data.own_generators import OwnGenerators, set_own_states
+from ..data.shards import ShardedLoader, digest_of_generators, loses_its_buffer, remaining_shards, why_not_shardable
+from ..data.stateful import (
     KeptStates,
-    OwnGenerators,
-    ShardedLoader,
     StateTrackingLoader,
-    UnevenTrainLoader,
-    Watched,
-    WatchedLoaders,
-    WithWorkers,
-    Workers,
-    check_trained_side_by_side,
-    controlling_sampler,
-    digest_of_generators,
     epoch_of,
     epoch_setter,
     is_litdata_loader,
     is_stateful,
-    loses_its_buffer,
-    order_of,
-    remaining_shards,
-    restore_sampler,
     set_epoch,
-    set_own_states,
     tracks_own_position,
-    why_not_shardable,
 )
-from ..data.batch_sizes import BatchSizes
+from ..data.uneven import UnevenTrainLoader, check_trained_side_by_side
+from ..data.workers import WithWorkers, Workers
 
 __all__ = ["DataPosition"]
 

@@ -16,7 +16,7 @@ from polyphase.engine import Engine
 from polyphase.engine.checkpoint import CheckpointError, find, load_checkpoint, manifest, read_manifest
 from polyphase.engine.checkpoint.manifest import MANIFEST
 from polyphase.engine.checkpoint.run_record import RunRecord, read_record, write_record
-from polyphase.engine.loop import NonFiniteError
+from polyphase.engine.reliability.nonfinite import NonFiniteError
 
 from ..engine.checkpoint.sample_checkpoints import save, seal
 from ..engine.tiny import Regression, engine, rows

@@ -13,7 +13,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 from polyphase.engine import Engine, fit, flags
 from polyphase.engine.compression import COMM_HOOKS
 from polyphase.engine.config import Arguments
-from polyphase.engine.data import UNEVEN
+from polyphase.engine.data.uneven import UNEVEN
 from polyphase.engine.flags import Layout
 from polyphase.engine.loop.compile import COMPILE_MODES
 from polyphase.engine.precision.names import PRECISIONS

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from polyphase.engine import Engine
-from polyphase.engine.loop import NonFiniteError
+from polyphase.engine.reliability.nonfinite import NonFiniteError
 from polyphase.engine.strategies.dp import merged_logs, merged_outputs
 from tests.engine.loop.costs import calls_of_a_step
 from tests.engine.parity import MICRO_BATCH, QUIET, WideVocabulary, build, largest_difference, loader

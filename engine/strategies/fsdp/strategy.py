@@ -40,8 +40,7 @@ from ...flags import Layout
 from ...initialization.stored_weights import check_shapes, materialize, read_stored
 from ...precision.plugins import autocast_dtype
 from ..averages import split_as_module
-from ..layout import check_dense_gradients, share_random_state
-from ..mesh import MeshStrategy, never_flatten
+from ..layout import MeshStrategy, check_dense_gradients, never_flatten, share_random_state
 from ..options import FSDPOptions, HSDPOptions
 from ..replaced_parameters import Replacements
 from ..units import CompiledBlock, named_blocks, untied

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from ...distributed.buckets import share_buffers
 from ..contents import OF_MODULES, PLAIN, Contents, in_tuples
-from ..mesh import MeshStrategy
+from ..layout import MeshStrategy
 from ..parameter_hooks import call_before_use
 from .comm import reshard
 from .shard_checks import check_loss, explained

@@ -36,7 +36,7 @@ from ..averages import split_as_module
 from ..fsdp.comm import CountedAllGather, CountedReduceScatter, attach_to_gathered, fsdp_units, reshard
 from ..fsdp.shard_checks import check_pruning
 from ..fsdp.written_parameters import forget_data, give_back_numbers, keep_data, keep_writes, read_whole_numbers
-from ..mesh import MeshStrategy, never_flatten
+from ..layout import MeshStrategy, never_flatten
 from ..optimizer_trial import habits_of
 from ..options import PPDDPOptions, PPFSDPOptions, PPOptions
 from ..replaced_parameters import Replacements

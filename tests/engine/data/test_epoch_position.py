@@ -10,7 +10,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler
 
-from polyphase.engine.data import EpochPosition, GlobalOrder, order_of
+from polyphase.engine.data.epoch_position import EpochPosition, order_of
+from polyphase.engine.data.global_order import GlobalOrder
 
 from ..tiny import Positions
 

@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
-from polyphase.engine.data import EvalBatchSampler, GlobalOrder, even_batches_of
+from polyphase.engine.data.even_batches import EvalBatchSampler, even_batches_of
+from polyphase.engine.data.global_order import GlobalOrder
 
 sizes, ranks, batch_sizes = st.integers(0, 97), st.integers(1, 4), st.integers(1, 40)
 

@@ -5,7 +5,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from polyphase.engine.data import ExhaustedIteratorError
+from polyphase.engine.data.exhausted import ExhaustedIteratorError
 
 from ..tiny import engine
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
-from polyphase.engine.data import FlattenedBatchSampler, GlobalBatches, GlobalOrder
+from polyphase.engine.data.global_order import FlattenedBatchSampler, GlobalBatches, GlobalOrder
 
 
 def dealt(size, num_ranks, batch, micro, drop_last=False, start=0):

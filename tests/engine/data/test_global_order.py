@@ -21,8 +21,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from polyphase.engine.data import GlobalOrder
 from polyphase.engine.data.drawing import DrawnOrder, OrderRecord
+from polyphase.engine.data.global_order import GlobalOrder
 from tests.pairs import nightly
 
 WORLDS = [1, 2, 3, 4]

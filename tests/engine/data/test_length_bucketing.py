@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Sampler
 
-from polyphase.engine.data import GlobalOrder, LengthBucketing
+from polyphase.engine.data import LengthBucketing
+from polyphase.engine.data.global_order import GlobalOrder
 
 from ..tiny import Positions
 from .runs import assert_goes_on, train

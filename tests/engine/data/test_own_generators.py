@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from polyphase.engine.data import OwnGenerators, states_of_own
+from polyphase.engine.data.own_generators import OwnGenerators, states_of_own
 
 
 class Holder:

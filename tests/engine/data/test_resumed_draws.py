@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
-from polyphase.engine.data import set_own_states, states_of_own
+from polyphase.engine.data.own_generators import set_own_states, states_of_own
 from tests.pairs import alternating, nightly, paired
 
 from ..tiny import SavesIn

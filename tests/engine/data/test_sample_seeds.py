@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from polyphase.engine.data import LengthBucketing, SeededSamples
+from polyphase.engine.data import LengthBucketing
+from polyphase.engine.data.sample_seeds import SeededSamples
 
 from ..tiny import SavesIn, Stream, engine
 from .runs import Trains, combined, train

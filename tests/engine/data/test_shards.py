@@ -14,7 +14,7 @@ from lightning.pytorch import Callback, seed_everything
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from polyphase.engine.data import ShardedStream, remaining_shards, why_not_shardable
+from polyphase.engine.data.shards import ShardedStream, remaining_shards, why_not_shardable
 from tests.pairs import alternating
 
 from ..tiny import SavesIn, engine

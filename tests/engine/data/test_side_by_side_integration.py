@@ -12,7 +12,8 @@ from torch import nn
 from torch.multiprocessing import ProcessRaisedException
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
-from polyphase.engine.data import as_uneven_eval, check_evaluated_side_by_side
+from polyphase.engine.data.streams import as_uneven_eval
+from polyphase.engine.data.uneven import check_evaluated_side_by_side
 from tests.pairs import alternating, nightly
 
 from ..tiny import Positions, SavesIn, Stream, engine, rows

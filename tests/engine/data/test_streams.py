@@ -15,7 +15,7 @@ from torch import nn
 from torch.multiprocessing import ProcessRaisedException
 from torch.utils.data import DataLoader, DistributedSampler
 
-from polyphase.engine.data import (
+from polyphase.engine.data.streams import (
     as_uneven_eval,
     check_made_for,
     check_own_part,

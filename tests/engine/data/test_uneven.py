@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from polyphase.engine.data import as_uneven_train
+from polyphase.engine.data.uneven import as_uneven_train
 
 
 class Three(IterableDataset[Any]):

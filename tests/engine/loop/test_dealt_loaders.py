@@ -13,7 +13,7 @@ from torch.utils.data import (
 )
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from polyphase.engine.data import GlobalOrder
+from polyphase.engine.data.global_order import GlobalOrder
 
 from ..tiny import Positions, Stream, engine
 from .test_data_connector import (

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from polyphase.engine.errors import RefusedError
-from polyphase.engine.loop import NothingTrainedError
+from polyphase.engine.loop.fit import NothingTrainedError
 from polyphase.engine.loop.runs import why_empty
 from tests.engine.tiny import Positions, Regression, Stream, engine, rows
 

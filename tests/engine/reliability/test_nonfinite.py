@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from polyphase.engine.loop import NonFiniteError, NonFiniteWatch
+from polyphase.engine.reliability.nonfinite import NonFiniteError, NonFiniteWatch
 
 from ..tiny import Positions, Seen, engine
 

@@ -15,8 +15,8 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 from torch.utils.data import DataLoader, TensorDataset
 
 from polyphase.engine import Engine
-from polyphase.engine.loop import NonFiniteError
 from polyphase.engine.reliability import nonfinite
+from polyphase.engine.reliability.nonfinite import NonFiniteError
 from tests.engine.parity import MICRO_BATCH, MLP, QUIET, SUBJECTS, adamw, largest_difference, sgd_and_adamw, suffixed
 from tests.pairs import nightly
 
