@@ -23,7 +23,7 @@ from report import Table, about, write_report
 from torch.utils.data import DataLoader
 
 from polyphase.engine import Engine
-from polyphase.engine.memory import model_state_bytes
+from polyphase.engine.loop.out_of_memory import model_state_bytes
 from polyphase.models import SIZES, ByteGPT
 
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}

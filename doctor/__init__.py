@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from polyphase.engine.lazy import import_on_access
+from polyphase.engine.registration import import_on_access
 
 from .figures import Figures
 from .interval import Interval, RankInfo, slowest_hooks

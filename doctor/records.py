@@ -14,9 +14,8 @@ from functools import cache
 from types import UnionType
 from typing import Annotated, Any, TextIO, Union, get_args, get_origin, get_type_hints
 
-from polyphase.engine.foreign import for_terminal, open_new, open_plain
+from polyphase.engine.foreign import Range, for_terminal, open_new, open_plain, problem
 from polyphase.engine.phases import PHASES
-from polyphase.engine.typed import Range, problem
 
 from .interval import SCHEMA, Interval, RankInfo
 

@@ -24,7 +24,7 @@ from polyphase.callbacks.communication import CommunicationMonitor
 from polyphase.engine.compression import busy_s
 from polyphase.engine.devices import memory_stats, module_of, peak_bytes
 from polyphase.engine.distributed.link_rates import MOST_RANKS, all_reduce_rate, receive_rates
-from polyphase.engine.memory import model_state_bytes
+from polyphase.engine.loop.out_of_memory import model_state_bytes
 from polyphase.engine.reliability.flight_recorder import traffic
 from polyphase.engine.strategies import adapt
 

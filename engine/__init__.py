@@ -6,13 +6,13 @@ neither.
 
 from typing import TYPE_CHECKING
 
-from .lazy import import_on_access
+from .registration import import_on_access
 from .version import __version__
 
 if TYPE_CHECKING:
     from .compression import register_comm_hook
     from .engine import Engine, fit
-    from .initialization.stored_weights import read_weights
+    from .initialization import read_weights
     from .strategies import register_strategy
 
 __all__ = ["Engine", "__version__", "fit", "read_weights", "register_comm_hook", "register_strategy"]
@@ -22,7 +22,7 @@ __getattr__ = import_on_access(
     {
         "Engine": "engine",
         "fit": "engine",
-        "read_weights": "initialization.stored_weights",
+        "read_weights": "initialization",
         "register_comm_hook": "compression",
         "register_strategy": "strategies",
     },

@@ -1,4 +1,4 @@
-"""The arguments of an engine as one frozen object, which is checked once, passed down and saved with the run."""
+"""The arguments of an engine by name and type, as one frozen object that is checked once and saved with the run."""
 
 import dataclasses
 import functools
@@ -43,7 +43,7 @@ from .flags import (
     choose,
     did_you_mean,
 )
-from .precision.names import canonical_precision
+from .precision import canonical_precision
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy

@@ -49,7 +49,7 @@ from .flags import (
     check_count,
     choose,
 )
-from .initialization.stored_weights import check_shapes, read_stored
+from .initialization import check_shapes, read_stored
 from .loggers.run_names import claim_log_folders, folders_written_to
 from .loop.compile import check_cuda_graphs, compile_mode
 from .loop.install import TrainerBase, defaults_from_environment, install_loops

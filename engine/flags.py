@@ -1,4 +1,4 @@
-"""The grammar of the flags and their error messages: pure functions of strings, no `torch.distributed`.
+"""The grammar of the flags, their closed sets and error messages: pure functions of strings, no `torch.distributed`.
 
 A flag is ``name[_launcher][:argument,...]``: ``"fsdp"``, ``"ddp_spawn:static_graph=true"``,
 ``"hsdp:replicate=2,shard=4"``, ``"powersgd:2,start=100"``. Every error names the value, the allowed values and, if

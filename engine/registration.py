@@ -1,13 +1,59 @@
-"""The check of the name of a strategy or comm hook that another package registers."""
+"""Names that are imported at first use, and the names of strategies and comm hooks that other packages register."""
 
+import dataclasses
+import importlib
 import re
-from collections.abc import Collection, Mapping
+import sys
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from .flags import LAUNCHERS
-from .lazy import Reference
 
-__all__ = ["COMM_HOOK_GROUP", "STRATEGY_GROUP", "check_new_name", "load_plugin", "plugin_names"]
+__all__ = [
+    "COMM_HOOK_GROUP",
+    "STRATEGY_GROUP",
+    "Reference",
+    "check_new_name",
+    "import_on_access",
+    "load_plugin",
+    "plugin_names",
+]
+
+
+def import_on_access(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
+    """The ``__getattr__`` of a package whose public names live in its modules (PEP 562).
+
+    Args:
+        package: its ``__name__``.
+        homes: module of each public name, relative to the package.
+    """
+
+    def get(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(f".{homes[name]}", package), name)
+        setattr(sys.modules[package], name, value)  # the next access doesn't come here
+        return value
+
+    return get
+
+
+@dataclasses.dataclass(frozen=True)
+class Reference:
+    """A class or function named ``"module:name"``; its module is imported when it is first called."""
+
+    path: str
+    """The module and the name, absolute, or relative to `package` with a leading dot."""
+    package: str = ""
+
+    def load(self) -> Any:
+        """Imports the module, and returns the class or function."""
+        module, _, name = self.path.partition(":")
+        return getattr(importlib.import_module(module, self.package or None), name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the class or function."""
+        return self.load()(*args, **kwargs)
 
 
 def check_new_name(

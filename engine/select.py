@@ -27,7 +27,7 @@ from .compression import CommHook, make_comm_hook
 from .config import EngineConfig
 from .flags import LAUNCHERS, Flag, did_you_mean, parse_flag, parse_options, split_launcher
 from .loop.compile import CompileSteps
-from .precision.names import TRANSFORMER_ENGINE, canonical_precision
+from .precision import TRANSFORMER_ENGINE, canonical_precision
 from .precision.plugins import make_precision
 from .strategies.registry import STRATEGIES, find_strategy, import_all
 from .strategies.sync_batchnorm import SyncBatchNorm

@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from polyphase.engine import Engine
-from polyphase.engine.memory import model_state_bytes
+from polyphase.engine.loop.out_of_memory import model_state_bytes
 from polyphase.models import ByteGPT, PythonSource
 
 SAME = {"single": 1, "ddp": 2, "zero1": 2, "fsdp": 2, "hsdp:replicate=2": 4, "tp": 2, "fsdp+tp:tp=2": 4, "pp": 2}

@@ -5,7 +5,7 @@ Names are imported at first access, so code that only reads manifests does not i
 
 from typing import TYPE_CHECKING
 
-from ..lazy import import_on_access
+from ..registration import import_on_access
 
 if TYPE_CHECKING:
     from .checked_io import absolute

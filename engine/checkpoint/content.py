@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import NotRequired, Required, TypedDict
 
-from ..typed import Count, Positive, Range, problem
+from ..foreign import Count, Positive, Range, problem
 from .manifest import CheckpointError, Manifest
 from .single_file import MANIFEST_KEY, OURS
 from .state_tree import NAMES, is_mark

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from ..typed import MOST
+from ..foreign import MOST
 from .checked_io import Files, NotAPlainFileError
 from .manifest import TENSORS, CheckpointError, Manifest
 

@@ -16,8 +16,7 @@ from typing import Any, Literal, get_args
 from fsspec.implementations.local import LocalFileSystem
 
 from ..flags import did_you_mean
-from ..foreign import for_terminal
-from ..typed import MOST
+from ..foreign import MOST, for_terminal
 from .checked_io import Files, NotAPlainFileError, is_plain_name, resolve
 from .single_file import is_archive, manifest_text, size_of
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any, NamedTuple
 from fsspec.implementations.local import LocalFileSystem
 from typing_extensions import NotRequired, TypedDict
 
-from ..typed import Count, Range, problem
+from ..foreign import Count, Range, problem
 from .checked_io import Files, absolute, resolve
 
 __all__ = ["RunRecord", "read_record", "replace_file", "write_record"]

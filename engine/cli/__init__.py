@@ -13,13 +13,12 @@ from typing import Any
 
 from ..compression.registry import ROWS as HOOKS
 from ..flags import choose
-from ..precision.names import PRECISIONS
+from ..precision import PRECISIONS
 from ..strategies.registry import STRATEGIES
 from ..version import __version__
 from . import classes
-from .console import exit_with
-from .flag_table import COMMANDS as RUNS
-from .flag_table import GROUPS, FlagRow, flags_of
+from .check import COMMANDS as RUNS
+from .check import GROUPS, FlagRow, exit_with, flags_of
 
 __all__ = ["COMMANDS", "import_classes", "main", "print_completion"]
 

@@ -1,4 +1,4 @@
-"""Finds the classes in a user's files from their source, without importing or running them."""
+"""Finds and checks the classes in a user's files from their source, without importing or running them."""
 
 import ast
 import dataclasses

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 
-from .console import exit_with
+from .check import exit_with
 
 __all__ = ["FILES", "main"]
 

@@ -18,10 +18,10 @@ from ..compression import make_comm_hook
 from ..engine import Engine
 from ..errors import RefusedError, check_checkpoint
 from ..flags import check_count, did_you_mean
-from ..loop.noise import quiet
+from ..loop.runs import quiet
+from .check import ENGINE_FLAGS, flags_of
+from .check import exit_with as _exit
 from .classes import missing_module, no_argument
-from .console import exit_with as _exit
-from .flag_table import ENGINE_FLAGS, flags_of
 
 __all__ = ["SHORT", "expand", "in_a_line", "run"]
 

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 
 from ..compression.registry import ROWS as HOOKS
 from ..flags import LAUNCHERS, choose
-from ..precision.names import ALIASES, PRECISIONS
+from ..precision import ALIASES, PRECISIONS
 from ..registration import COMM_HOOK_GROUP, STRATEGY_GROUP, load_plugin, plugin_names
 from ..strategies.registry import STRATEGIES, StrategySpec, find_strategy
+from .check import exit_with
 from .classes import check_class_name
-from .console import exit_with
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule

@@ -2,15 +2,14 @@
 
 from typing import TYPE_CHECKING
 
-from ..lazy import import_on_access
+from ..registration import import_on_access
 from .registry import COMM_HOOKS, make_comm_hook, register_comm_hook
 
 if TYPE_CHECKING:
     from .auto import Auto
     from .base import CommHook, NonFiniteGradientError
-    from .bucket import Bucket, ParamSlice
     from .cast import AllReduceHook
-    from .counting_group import CountingGroup, TrafficKey, busy_s, seconds_between
+    from .counting_group import Bucket, CountingGroup, ParamSlice, TrafficKey, busy_s, seconds_between
     from .feedback import reshard_residuals
     from .forecast import Forecast, Link
 
@@ -37,11 +36,11 @@ __getattr__ = import_on_access(
     __name__,
     {
         "Auto": "auto",
-        "Bucket": "bucket",
+        "Bucket": "counting_group",
         "CommHook": "base",
         "Forecast": "forecast",
         "Link": "forecast",
-        "ParamSlice": "bucket",
+        "ParamSlice": "counting_group",
         "NonFiniteGradientError": "base",
         "AllReduceHook": "cast",
         "TrafficKey": "counting_group",

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from ..flags import check_count
 from .base import CommHook, ParameterState
-from .bucket import Bucket
 from .cast import AllReduceHook
-from .counting_group import CountingGroup, seconds_between, timestamp
+from .counting_group import Bucket, CountingGroup, seconds_between, timestamp
 from .forecast import Forecast, Link, Step, advice, forecast, measure_links
 
 __all__ = ["Auto"]

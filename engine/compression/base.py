@@ -25,8 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..devices import module_of
 from ..reliability.hard_exit import hard_exit
-from .bucket import Bucket, ParamSlice, accumulation_dtype
-from .counting_group import CountingGroup, timestamp
+from .counting_group import Bucket, CountingGroup, ParamSlice, accumulation_dtype, timestamp
 
 __all__ = ["CommHook", "CommWorker", "NonFiniteGradientError", "ParameterState"]
 

@@ -1,4 +1,4 @@
-"""`fp16` and `bf16`: gradients are averaged in 16 bit, half the bytes of fp32.
+"""`none`, and `fp16` and `bf16`: gradients are averaged as they are, or in 16 bit, half the bytes of fp32.
 
 Phases: 1. divide and cast (local); 2. all-reduce, 2 bytes a parameter; 3. cast back (local). Torch's own
 `bf16_compress_hook` is the same but supports CUDA only. Rounding errors are not kept as residuals.
@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .base import CommHook
-from .bucket import Bucket
-from .counting_group import CountingGroup
+from .counting_group import Bucket, CountingGroup
 
 __all__ = ["BF16", "FP16", "AllReduceHook"]
 

@@ -13,8 +13,7 @@ from torch.nn import functional
 
 from ..flags import check_count
 from .base import CommHook, ParameterState
-from .bucket import Bucket
-from .counting_group import CountingGroup
+from .counting_group import Bucket, CountingGroup
 
 __all__ = ["ErrorFeedbackHook", "reshard_residuals"]
 

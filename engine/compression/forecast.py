@@ -18,8 +18,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from .base import CommHook
-from .bucket import Bucket
-from .counting_group import CountingGroup, Message, SimulatedGroup, clock_s
+from .counting_group import Bucket, CountingGroup, Message, SimulatedGroup, clock_s
 
 __all__ = ["NUM_STEPS", "Forecast", "Link", "ReportWriter", "Step", "WireReport", "advice", "forecast", "measure_links"]
 

@@ -23,8 +23,7 @@ from torch.nn import functional
 
 from ..flags import check_count
 from ..seeds import derive_seed
-from .bucket import Bucket, ParamSlice, accumulation_dtype
-from .counting_group import CountingGroup
+from .counting_group import Bucket, CountingGroup, ParamSlice, accumulation_dtype
 from .feedback import ErrorFeedbackHook
 
 __all__ = ["Fused", "Int8", "Noise", "passes_of"]

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 
 from ..flags import check_count, check_number
 from .base import ParameterState
-from .bucket import Bucket, ParamSlice
-from .counting_group import CountingGroup
+from .counting_group import Bucket, CountingGroup, ParamSlice
 from .feedback import ErrorFeedbackHook
 
 __all__ = ["PowerSGD"]

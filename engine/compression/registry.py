@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..flags import choose, parse_flag, parse_options
-from ..lazy import Reference
-from ..registration import COMM_HOOK_GROUP, check_new_name, load_plugin, plugin_names
+from ..registration import COMM_HOOK_GROUP, Reference, check_new_name, load_plugin, plugin_names
 
 if TYPE_CHECKING:
     from .base import CommHook

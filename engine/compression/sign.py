@@ -14,8 +14,7 @@ import functools
 import torch
 from torch import Tensor
 
-from .bucket import Bucket, ParamSlice, accumulation_dtype
-from .counting_group import CountingGroup, aligned
+from .counting_group import Bucket, CountingGroup, ParamSlice, accumulation_dtype, aligned
 from .feedback import ErrorFeedbackHook
 
 __all__ = ["Sign"]

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from ..flags import check_number
-from .bucket import Bucket, ParamSlice
-from .counting_group import CountingGroup, aligned
+from .counting_group import Bucket, CountingGroup, ParamSlice, aligned
 from .feedback import ErrorFeedbackHook
 
 __all__ = ["TopK", "largest"]

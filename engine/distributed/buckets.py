@@ -1,4 +1,4 @@
-"""Buckets: tensors that are sent together, as one flat tensor."""
+"""Buckets, tensors that are sent together as one flat tensor; and with them weights and buffers equal on all ranks."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any

@@ -17,7 +17,7 @@ from contextlib import suppress
 
 import psutil
 
-from ..distributed.host_liveness import ProcessState, probe
+from ..distributed.job_store import ProcessState, probe
 
 __all__ = ["main"]
 

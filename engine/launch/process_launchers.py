@@ -49,7 +49,7 @@ from ..distributed.environment import (
     shows_all_frames,
 )
 from ..flags import LAUNCHERS
-from ..initialization.stored_weights import make_room
+from ..initialization import make_room
 from ..reliability.failure import print_rank, report_failure, watch_parent
 from ..reliability.hard_exit import END_TIMEOUT_S, await_ranks, end_tree, hard_exit, started_ranks
 from ..reliability.tracebacks import shorten

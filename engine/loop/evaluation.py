@@ -1,4 +1,4 @@
-"""Validation and test: a flat loop that calls only the methods that the run uses, and evaluates each sample once."""
+"""Validation, test and prediction: a flat loop that calls only what the run uses, and takes each sample once."""
 
 import itertools
 from operator import attrgetter
@@ -17,8 +17,8 @@ from ..strategies import adapt
 from ..strategies.averages import follow_until_first_update
 from .hooks import Hooks, Transfer
 from .log import attach_log, detach_log
-from .noise import hide_tree_warnings
 from .padding_batch import EvalPadding, beside_fillers, run_padding_batch
+from .runs import hide_tree_warnings
 
 __all__ = ["EvaluationLoop", "PredictionLoop"]
 

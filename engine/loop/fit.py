@@ -13,8 +13,7 @@ from ..data.epoch_position import tell_batch_sampler
 from ..data.exhausted import ends_with_data
 from ..data.stateful import starts_iterator
 from ..strategies.averages import follow_until_first_update, resume_schedules
-from .noise import hide_tree_warnings
-from .runs import why_empty
+from .runs import hide_tree_warnings, why_empty
 
 __all__ = ["FitLoop", "NothingTrainedError"]
 

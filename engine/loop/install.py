@@ -49,9 +49,8 @@ from .evaluation import EvaluationLoop, PredictionLoop
 from .first_steps import FirstSteps
 from .fit import FitLoop
 from .metrics import LoggerConnector
-from .noise import allow_nonempty_folder, quiet
 from .out_of_memory import OutOfMemory
-from .runs import check_callbacks, checked, log_later_error, reports_uncaught
+from .runs import allow_nonempty_folder, check_callbacks, checked, log_later_error, quiet, reports_uncaught
 from .several_optimizers import allowing_several_optimizers
 from .training import TrainingEpochLoop
 

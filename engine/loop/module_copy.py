@@ -1,4 +1,4 @@
-"""The whole copy of a module that the first steps are repeated with: what a plain loop would have trained.
+"""The copy of a module, or of one of its blocks, that the first steps are repeated with, as in a plain loop.
 
 A deep copy shares functions with the original. Those that refer to the module, its parts or its parameters (hooks,
 closures) refer to those of the copy here, as its program does. `attachments.py` copies what hangs on parameters.
@@ -22,7 +22,7 @@ from ..attachments import copied
 from ..checkpoint import get_random_state, set_random_state
 from ..distributed.buckets import move_module
 from ..distributed.object_group import WORLD
-from ..initialization.stored_weights import has_meta_tensors, materialize, read_stored
+from ..initialization import has_meta_tensors, materialize, read_stored
 from ..strategies.units import shard_units
 
 __all__ = ["Memory", "SampledBlock", "copy_whole", "fill_copy", "put"]

@@ -1,4 +1,4 @@
-"""Automatic optimization, with micro-batches that are weighted by their samples: see `loss_weighting.py`.
+"""Automatic and manual optimization, with micro-batches that are weighted by their samples: see `loss_weighting.py`.
 
 Lightning divides by `accumulate_grad_batches` throughout, so the last, shorter window of an epoch has gradients that
 are too small by that factor, and a short batch counts for as much as a full one.

@@ -12,7 +12,7 @@ Weights and optimizer state don't change before 2, so they need no copies.
 """
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -21,14 +21,16 @@ from lightning.pytorch.utilities import rank_zero_info
 
 # Lightning: recognises the out-of-memory errors of CUDA, cuDNN and the CPU.
 from lightning.pytorch.utilities.memory import is_oom_error
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from ..devices import module_of, peak_bytes
 from ..distributed.object_group import WORLD
-from ..memory import model_state_bytes
-from ..strategies.step_snapshot import StepSnapshot
+from ..strategies import adapt
+from ..strategies.step_guard import StepSnapshot
 
-__all__ = ["OutOfMemory", "RetryStep"]
+__all__ = ["OutOfMemory", "RetryStep", "held_bytes", "model_state_bytes"]
 
 
 class RetryStep(Exception):  # noqa: N818 - no error: it ends the optimizer's step on all ranks
@@ -169,3 +171,31 @@ def _message(trainer: Any, ranks: list[int]) -> str:
         " offload='parameters' if need be), activation_checkpointing='full', precision='bf16-mixed', or smaller"
         " samples."
     )
+
+
+def model_state_bytes(trainer: Any) -> dict[str, int]:
+    """Bytes of this rank's part of the trained state: by kind, see `held_bytes`, and of the strategy's own copies."""
+    own_bytes = adapt(trainer.strategy).held_bytes
+    return {**held_bytes(trainer.lightning_module, trainer.optimizers), "strategy": own_bytes}
+
+
+def held_bytes(module: nn.Module, optimizers: Iterable[Optimizer]) -> dict[str, int]:
+    """Bytes of this rank's parameters, gradients, optimizer state and buffers.
+
+    A sharded tensor counts with its shard, a tensor on the meta device not at all. A gradient that does not exist yet
+    counts with the size of its parameter.
+    """
+    parameters = list(module.parameters())
+    of_parameters = [state for optimizer in optimizers for state in optimizer.state.values()]
+    return {
+        "parameters": _bytes(parameters),
+        "gradients": _bytes(p if p.grad is None else p.grad for p in parameters if p.requires_grad),
+        "optimizer state": _bytes(value for state in of_parameters for value in state.values()),
+        "buffers": _bytes(module.buffers()),
+    }
+
+
+def _bytes(values: Iterable[Any]) -> int:
+    tensors = [value for value in values if isinstance(value, Tensor) and not value.is_meta]
+    local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    return sum(tensor.numel() * tensor.element_size() for tensor in local)

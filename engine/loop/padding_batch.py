@@ -19,7 +19,7 @@ from ..data.even_batches import even_batches_of
 from ..data.streams import UnevenEvalLoader
 from ..distributed.fillers import among_fillers
 from ..strategies import adapt, updated_buffers
-from ..strategies.step_snapshot import StepSnapshot
+from ..strategies.step_guard import StepSnapshot
 from .hooks import Transfer
 
 __all__ = ["EvalPadding", "beside_fillers", "run_padding_batch"]

@@ -1,11 +1,15 @@
-"""Decorators of `fit`, `validate`, `test` and `predict`: they check the arguments, and print an error once."""
+"""Around `fit`, `validate`, `test`, `predict`: arguments are checked, errors printed once, noise is left out."""
 
 import functools
 import inspect
 import logging
+import re
 import signal
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from threading import Lock
+from typing import Any, TypeVar, cast
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, WeightAveraging
@@ -25,13 +29,15 @@ from ..data.streams import check_made_for, check_script_makes_none
 from ..errors import NoModuleError, RefusedError, refusing
 from ..reliability.tracebacks import Failure, failure_of, forget_failures, on_uncaught
 from ..strategies import adapt
-from .noise import hide_tree_warnings
 
 __all__ = [
+    "allow_nonempty_folder",
     "check_callbacks",
     "check_manual_optimization",
     "checked",
+    "hide_tree_warnings",
     "log_later_error",
+    "quiet",
     "reports_uncaught",
     "why_empty",
 ]
@@ -263,3 +269,74 @@ def check_callbacks(callbacks: Iterable[Callback], *, launcher: Any, global_batc
                 "Tuner can't read what worker processes have found: choose a strategy without the suffix _spawn, _fork"
                 f" or _notebook, or give the callback {type(callback).__name__} to the run that trains."
             )
+
+
+# Filters of messages and warnings that Lightning prints at each start; the run's header has the facts in one line.
+#
+# Only messages with these texts, below the level of a warning, are hidden. If the level of the loggers
+# ``lightning.pytorch`` or ``lightning.fabric`` is DEBUG, nothing is hidden.
+
+# Lightning: the loggers that its messages at the start of a run come from.
+_LOGGERS = (
+    "lightning.pytorch.utilities.rank_zero",
+    "lightning.pytorch.accelerators.cuda",
+    "lightning.fabric.utilities.distributed",
+    "lightning.fabric.utilities.rank_zero",
+    "lightning.fabric.utilities.seed",
+)
+_NOISE = re.compile(
+    r"GPU available: |TPU available: |LOCAL_RANK: \d+ - CUDA_VISIBLE_DEVICES|Using \w+ Automatic Mixed Precision"
+    r"|💡 Tip: |Initializing distributed: GLOBAL_RANK|-{100}\ndistributed_backend=|(\[rank: \d+\] )?Seed set to \d+$"
+    r"|Loading `train_dataloader` to estimate number of stepping batches"
+)
+
+_lock = Lock()
+_num_quiet = 0
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Context manager that hides Lightning's messages at the start of a run; it may be nested."""
+    global _num_quiet
+    with _lock:
+        _num_quiet += 1
+        for name in _LOGGERS:
+            logging.getLogger(name).addFilter(_is_shown)  # a filter is added once only
+    try:
+        yield
+    finally:
+        with _lock:
+            _num_quiet -= 1
+            if not _num_quiet:
+                for name in _LOGGERS:
+                    logging.getLogger(name).removeFilter(_is_shown)
+
+
+@contextmanager
+def allow_nonempty_folder() -> Iterator[None]:
+    """Context manager around a run that continues in its folder: hides Lightning's warning that it is not empty."""
+    # Not by `catch_warnings`, which would undo the user's own filters that are set meanwhile.
+    warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
+    added: Any = warnings.filters[0]
+    try:
+        yield
+    finally:
+        with suppress(ValueError):  # the user's code has reset the filters
+            cast(list[Any], warnings.filters).remove(added)
+
+
+@contextmanager
+def hide_tree_warnings() -> Iterator[None]:
+    """Context manager around the creation of a `CombinedLoader`, without a warning that Lightning causes itself."""
+    with warnings.catch_warnings():
+        # Lightning 2.6 calls `LeafSpec()`, which torch 2.13 deprecates; users can't change that.
+        warnings.filterwarnings("ignore", r".*isinstance\(treespec, LeafSpec\)")
+        yield
+
+
+def _is_shown(record: logging.LogRecord) -> bool:
+    if record.levelno >= logging.WARNING or not _NOISE.match(record.getMessage()):
+        return True
+    return any(
+        logging.getLogger(name).isEnabledFor(logging.DEBUG) for name in ("lightning.pytorch", "lightning.fabric")
+    )

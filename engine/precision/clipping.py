@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
-from ..compression.bucket import accumulation_dtype
+from ..compression.counting_group import accumulation_dtype
 from ..devices import multiply
 
 __all__ = ["clip_by_norm", "clip_by_value", "local_values", "norm_of"]

@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..devices import multiply
+from . import PRECISIONS, canonical_precision
 from .clipping import clip_by_norm, clip_by_value, local_values
-from .names import PRECISIONS, canonical_precision
 
 __all__ = [
     "PRECISIONS",

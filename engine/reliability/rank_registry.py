@@ -18,8 +18,7 @@ from typing import Any
 import psutil
 
 from ..distributed.environment import own_address
-from ..distributed.host_liveness import ProcessState, accept_probes, own_port, probe
-from ..distributed.job_store import Fields, JobStore
+from ..distributed.job_store import Fields, JobStore, ProcessState, accept_probes, own_port, probe
 
 __all__ = [
     "ALL_CONNECTED",

@@ -13,8 +13,7 @@ import torch
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from ..distributed.host_liveness import ProcessState
-from ..distributed.job_store import StoreLostError, place_of
+from ..distributed.job_store import ProcessState, StoreLostError, place_of
 from ..foreign import open_new
 from ..version import __version__
 from .flight_recorder import describe_differences, mismatches

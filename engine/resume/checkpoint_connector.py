@@ -44,7 +44,7 @@ from ..checkpoint.whole import names_in, part_of
 from ..compression import reshard_residuals
 from ..distributed.environment import restart_count
 from ..distributed.object_group import num_ranks
-from ..initialization.stored_weights import check_stored, has_meta_tensors, materialize, read_stored
+from ..initialization import check_stored, has_meta_tensors, materialize, read_stored
 from ..strategies import adapt, capabilities_of
 from ..strategies.averages import begin_averages, has_own_schedule
 from .run_history import AUTO, FRESH, Seen, check_may_start_afresh

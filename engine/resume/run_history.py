@@ -20,7 +20,7 @@ from ..checkpoint.ownership import path_status
 from ..checkpoint.publish import set_aside
 from ..checkpoint.retention import Entry, list_entries
 from ..checkpoint.run_record import RunRecord, read_record, write_record
-from ..typed import MOST
+from ..foreign import MOST
 
 __all__ = ["AUTO", "FRESH", "RunHistory", "Seen", "check_may_start_afresh"]
 

@@ -5,7 +5,7 @@ Their table, `registry`, needs no torch; everything else is imported when it is 
 
 from typing import TYPE_CHECKING
 
-from ..lazy import import_on_access
+from ..registration import import_on_access
 from .registry import STRATEGIES, register_strategy
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..compression import AllReduceHook, CommHook
 from ..flags import Layout
-from ..initialization.stored_weights import check_shapes
+from ..initialization import check_shapes
 from ..launch.process_launchers import end_group_at_exit
 from .compressing import CommHookMixin
 from .layout import DistributedStrategy, check_dense_gradients

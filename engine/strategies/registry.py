@@ -18,9 +18,8 @@ from ..flags import (
     parse_options,
     split_launcher,
 )
-from ..lazy import Reference
-from ..precision.names import PRECISIONS
-from ..registration import STRATEGY_GROUP, check_new_name, load_plugin, plugin_names
+from ..precision import PRECISIONS
+from ..registration import STRATEGY_GROUP, Reference, check_new_name, load_plugin, plugin_names
 from .options import (
     CPOptions,
     DDPCPOptions,

@@ -22,7 +22,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from polyphase.engine import Engine, fit
 from polyphase.engine.config import ArgumentError, check_arguments
 from polyphase.engine.errors import RefusedError
-from polyphase.engine.precision.names import PRECISIONS
+from polyphase.engine.precision import PRECISIONS
 
 from .tiny import QUIET, Seen, engine, rows
 

@@ -16,7 +16,7 @@ from polyphase.engine.config import Arguments
 from polyphase.engine.data.uneven import UNEVEN
 from polyphase.engine.flags import Layout
 from polyphase.engine.loop.compile import COMPILE_MODES
-from polyphase.engine.precision.names import PRECISIONS
+from polyphase.engine.precision import PRECISIONS
 from polyphase.engine.reliability.nonfinite import NONFINITE_POLICIES
 from polyphase.engine.strategies import STRATEGIES
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from polyphase.engine.lazy import Reference
+from polyphase.engine.registration import Reference
 
 PACKAGES = ["polyphase.engine", *(f"polyphase.engine.{name}" for name in ("checkpoint", "compression", "strategies"))]
 

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from polyphase.engine.memory import held_bytes
+from polyphase.engine.loop.out_of_memory import held_bytes
 
 
 def test_parameters_gradients_state_and_buffers_are_counted():

@@ -21,7 +21,7 @@ from polyphase.engine import Engine
 from polyphase.engine.compression import COMM_HOOKS
 from polyphase.engine.config import Arguments
 from polyphase.engine.errors import RefusedError
-from polyphase.engine.precision.names import PRECISIONS
+from polyphase.engine.precision import PRECISIONS
 from polyphase.engine.strategies import STRATEGIES
 
 from ..pairs import nightly

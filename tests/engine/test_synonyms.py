@@ -6,8 +6,7 @@ import re
 import pytest
 
 from polyphase.engine import Engine
-from polyphase.engine.cli.check import UsageError, check
-from polyphase.engine.cli.flag_table import flags_of
+from polyphase.engine.cli.check import UsageError, check, flags_of
 from polyphase.engine.flags import ARGUMENTS, VALUES, as_flag
 from polyphase.engine.strategies.registry import check_strategy
 

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, TypedDict
 
 import pytest
 
-from polyphase.engine.typed import Count, Range, problem
+from polyphase.engine.foreign import Count, Range, problem
 
 
 class Inner(TypedDict):

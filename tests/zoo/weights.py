@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from polyphase.engine import read_weights
-from polyphase.engine.initialization.stored_weights import read_stored
+from polyphase.engine.initialization import read_stored
 
 _SIZES = {
     "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64,

@@ -37,7 +37,7 @@ from ...compression import AllReduceHook, CommHook, CountingGroup
 from ...compression.int8 import Int8
 from ...distributed.buckets import equalise, tell_device
 from ...flags import Layout
-from ...initialization.stored_weights import check_shapes, materialize, read_stored
+from ...initialization import check_shapes, materialize, read_stored
 from ...precision.plugins import autocast_dtype
 from ..averages import split_as_module
 from ..layout import MeshStrategy, check_dense_gradients, never_flatten, share_random_state

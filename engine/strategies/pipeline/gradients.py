@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ...compression import Bucket, CommHook, CountingGroup, ParamSlice
-from ...compression.bucket import accumulation_dtype
+from ...compression.counting_group import accumulation_dtype
 from ...distributed.object_group import ObjectGroup
 from ...precision.clipping import norm_of
 

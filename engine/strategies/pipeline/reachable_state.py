@@ -25,7 +25,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from ..step_snapshot import StepSnapshot
+from ..step_guard import StepSnapshot
 from .remote_values import NOT_THE_USERS
 
 __all__ = ["NOT_THE_USERS_ATTRIBUTES", "Code", "Place", "ReachableState", "Walk", "is_of_a_users_class", "sums"]

@@ -31,7 +31,7 @@ from ...compression import AllReduceHook, CommHook, CountingGroup
 from ...distributed.buckets import give_value, tell_device
 from ...distributed.object_group import ObjectGroup
 from ...flags import Axis, Layout
-from ...initialization.stored_weights import check_shapes, materialize, read_stored
+from ...initialization import check_shapes, materialize, read_stored
 from ..averages import split_as_module
 from ..fsdp.comm import CountedAllGather, CountedReduceScatter, attach_to_gathered, fsdp_units, reshard
 from ..fsdp.shard_checks import check_pruning

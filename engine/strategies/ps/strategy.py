@@ -33,7 +33,7 @@ from ...contract import Capabilities
 from ...distributed.environment import bind_interface
 from ...distributed.fillers import is_here, rows_of_samples
 from ...flags import Layout
-from ...initialization.stored_weights import check_shapes
+from ...initialization import check_shapes
 from ...launch.process_launchers import end_group_at_exit
 from ...reliability.failure import print_rank
 from ..averages import values_of_averages

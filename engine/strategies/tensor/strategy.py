@@ -42,13 +42,13 @@ from ..._compat.torch import _reparametrize_module, manual_seed, tree_map_only
 from ...checkpoint import get_random_state, set_random_state
 from ...compression import CommHook
 from ...flags import Axis, Layout, check_count
-from ...initialization.stored_weights import check_shapes
+from ...initialization import check_shapes
 from ..contents import begin_count, in_tuples, num_writes
 from ..fsdp.shard_checks import explained
 from ..fsdp.strategy import FSDP
 from ..options import FSDPOptions, FSDPTPOptions, HSDPOptions, HSDPTPOptions, TPOptions
 from ..pipeline.remote_values import is_users
-from ..step_snapshot import StepSnapshot
+from ..step_guard import StepSnapshot
 from ..whole_steps import plain_as_replicas
 from .operator_rules import install_operator_rules, restore_operator_rules
 from .plan import make_plan

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from polyphase.engine.cli import main
-from polyphase.engine.cli.flag_table import COMMANDS
+from polyphase.engine.cli.check import COMMANDS
 
 MODEL = """
 from lightning.pytorch import LightningModule

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from polyphase.engine.cli import COMMANDS, print_completion
-from polyphase.engine.cli.flag_table import ENGINE_FLAGS
+from polyphase.engine.cli.check import ENGINE_FLAGS
 
 
 @pytest.fixture

@@ -7,8 +7,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import AcceleratorRegistry
 
 from polyphase.engine import Engine
-from polyphase.engine.cli.check import KINDS, check_value
-from polyphase.engine.cli.flag_table import COMMANDS, ENGINE_FLAGS, GROUPS, RUN_FLAGS, flags_of
+from polyphase.engine.cli.check import COMMANDS, ENGINE_FLAGS, GROUPS, KINDS, RUN_FLAGS, check_value, flags_of
 from polyphase.engine.cli.lightning_cli import _CLI
 
 ARGUMENTS = {

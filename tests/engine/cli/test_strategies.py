@@ -9,7 +9,7 @@ import pytest
 from polyphase.engine.cli.strategies import field_docs, main
 from polyphase.engine.compression.registry import ROWS
 from polyphase.engine.flags import LAUNCHERS
-from polyphase.engine.precision.names import PRECISIONS
+from polyphase.engine.precision import PRECISIONS
 from polyphase.engine.strategies import STRATEGIES, register_strategy
 from polyphase.engine.strategies.ddp import DDP
 from polyphase.engine.strategies.options import NoOptions

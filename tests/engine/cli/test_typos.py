@@ -5,11 +5,10 @@ import string
 
 import pytest
 
-from polyphase.engine.cli.check import UsageError, check
-from polyphase.engine.cli.flag_table import COMMANDS, ENGINE_FLAGS, flags_of
+from polyphase.engine.cli.check import COMMANDS, ENGINE_FLAGS, UsageError, check, flags_of
 from polyphase.engine.compression.registry import ROWS
 from polyphase.engine.flags import LAUNCHERS
-from polyphase.engine.precision.names import PRECISIONS
+from polyphase.engine.precision import PRECISIONS
 from polyphase.engine.strategies.registry import STRATEGIES
 from tests.pairs import nightly
 

@@ -12,8 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from polyphase.engine.distributed import job_store as store_line
-from polyphase.engine.distributed.host_liveness import ProcessState, probe
-from polyphase.engine.distributed.job_store import JobStore, StoreLostError
+from polyphase.engine.distributed.job_store import JobStore, ProcessState, StoreLostError, probe
 
 
 def serve(port: Connection) -> None:

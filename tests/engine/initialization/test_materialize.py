@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from polyphase.engine.initialization.stored_weights import check_shapes, has_meta_tensors, materialize
+from polyphase.engine.initialization import check_shapes, has_meta_tensors, materialize
 from polyphase.models.transformer import Transformer
 
 SEED = 11

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from polyphase.engine import read_weights
-from polyphase.engine.initialization.stored_weights import check_stored, materialize, read_stored
+from polyphase.engine.initialization import check_stored, materialize, read_stored
 
 
 class Net(nn.Module):

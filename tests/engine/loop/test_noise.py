@@ -8,7 +8,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import DataLoader
 
 from polyphase.engine import Engine
-from polyphase.engine.loop.noise import quiet
+from polyphase.engine.loop.runs import quiet
 
 from ..tiny import Positions, Seen
 

@@ -11,7 +11,7 @@ from torch import nn
 from torchmetrics import CatMetric, MeanMetric, Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassPrecision
 
-from polyphase.engine.strategies.step_snapshot import StepSnapshot
+from polyphase.engine.strategies.step_guard import StepSnapshot
 
 
 class Keeps(nn.Module):

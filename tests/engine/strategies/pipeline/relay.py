@@ -12,7 +12,7 @@ from polyphase.engine.strategies.pipeline.partitioned_module import PartitionedM
 from polyphase.engine.strategies.pipeline.plan import plan_stages, replace_absent
 from polyphase.engine.strategies.pipeline.shapes import Shapes
 from polyphase.engine.strategies.pipeline.stage_module import StageModule
-from polyphase.engine.strategies.step_snapshot import StepSnapshot
+from polyphase.engine.strategies.step_guard import StepSnapshot
 
 CPU = torch.device("cpu")
 

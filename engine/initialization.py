@@ -25,11 +25,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
-from ..attachments import carry_over, swap
-from ..checkpoint.strided_shards import Blocks
-from ..flags import did_you_mean
-from ..foreign import open_plain
-from ..typed import problem
+from .attachments import carry_over, swap
+from .checkpoint.strided_shards import Blocks
+from .flags import did_you_mean
+from .foreign import open_plain, problem
 
 __all__ = [
     "check_shapes",
