@@ -255,6 +255,7 @@ _MODULE = "lightning.pytorch.core.module"
 _OPTIMIZER = "lightning.pytorch.core.optimizer"
 _PRECISION = "lightning.pytorch.plugins.precision.precision"
 _FABRIC_PRECISION = "lightning.fabric.plugins.precision.precision"
+# Those of `loss_scaling.py` do more than call the next one, which is why they stand in another file.
 _ENGINE_PRECISION = plugins.__name__
 
 _CALLED = {

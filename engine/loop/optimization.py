@@ -20,7 +20,8 @@ from torch.optim import Optimizer
 
 from .._compat.lightning import _AutomaticOptimization, _ManualOptimization
 from ..data.exhausted import ends_with_data
-from ..precision.plugins import one_update, stepping_together
+from ..precision.loss_scaling import one_update
+from ..precision.plugins import stepping_together
 from ..reliability.nonfinite import NonFiniteWatch
 from ..strategies import capabilities_of, without_sync
 from ..strategies.step_guard import StepGuard

@@ -33,7 +33,7 @@ from .._compat.torch import TorchDispatchMode, tree_flatten, tree_unflatten
 from ..attachments import has_hooks
 from ..checkpoint import get_random_state, set_random_state
 from ..distributed.buckets import move_module
-from ..precision.plugins import Parameters
+from ..precision.loss_scaling import Parameters
 from .module_copy import Memory, put
 
 __all__ = [
@@ -81,7 +81,7 @@ def digests(tensors: Iterable[tuple[str, Tensor]]) -> Digests:
     for name, tensor in tensors:
         if tensor.is_meta:
             continue
-        local = _local_tensor(tensor)
+        local = local_tensor(tensor)
         # float64, so that the order of a sum, which differs between machines, does not show.
         dtype = torch.float32 if local.device.type == "mps" else torch.float64
         square = torch.linalg.vector_norm(local, dtype=dtype).square()
@@ -92,7 +92,7 @@ def digests(tensors: Iterable[tuple[str, Tensor]]) -> Digests:
     return Digests(pieces, torch.stack([pair.to(device) for pair in figures]) if figures else None, numels)
 
 
-def _local_tensor(tensor: Tensor) -> Tensor:
+def local_tensor(tensor: Tensor) -> Tensor:
     """Returns this rank's values of a tensor as a dense, real one."""
     if isinstance(tensor, DTensor):
         tensor = tensor.to_local()

@@ -78,7 +78,7 @@ MENDS = {
     "scaled gradients are clipped by hand": Defect(
         "ddp",
         Model(_ClipsInItsStep, rows()),
-        [("polyphase.engine.precision.plugins:ScaledPrecision", "_manual_scaler", nothing)],
+        [("polyphase.engine.precision.loss_scaling:ScaledPrecision", "_manual_scaler", nothing)],
         {"precision": "16-mixed"},
     ),
     "a rank without samples counts in BatchNorm": Defect(

@@ -293,7 +293,7 @@ class Pipeline(MeshStrategy):
         if (scaler := self.loss_scaler) is not None:
             self._runner.scale = scaler.scale
             # Stages have gradients of different parameters.
-            scaler.agree = self._largest_of_stages  # type: ignore[attr-defined]  # ours: `precision/plugins.py`
+            scaler.agree = self._largest_of_stages  # type: ignore[attr-defined]  # ours: `precision/loss_scaling.py`
         self._runner.checks_loss = not isinstance(self.options, PPFSDPOptions) and self.compile is None
 
     def _largest_of_stages(self, value: Tensor) -> Tensor:

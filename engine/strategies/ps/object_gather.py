@@ -277,7 +277,7 @@ def _contribute(name: str, rank: int, message: bytes) -> Future:
     return _pending[0].contribute(name, rank, message)
 
 
-ALLOWED[__name__, "contribute"] = _contribute
+ALLOWED[__name__, "_contribute"] = _contribute
 
 
 class SurvivingRanks(ObjectGroup):
