@@ -42,4 +42,4 @@ def test_the_table_of_strategies_imports_none_of_them():
 
 def test_a_reference_is_imported_when_it_is_called():
     assert Reference("fractions:Fraction")(1, 2).denominator == 2
-    assert Reference(".lazy:Reference", "polyphase.engine").load() is Reference
+    assert Reference(".registration:Reference", "polyphase.engine").load() is Reference
