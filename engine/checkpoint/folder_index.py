@@ -15,7 +15,7 @@ from typing import Annotated, Any
 from fsspec.implementations.local import LocalFileSystem
 from typing_extensions import TypedDict
 
-from ..typed import Count, Range, problem
+from ..foreign import Count, Range, problem
 from .checked_io import Files, NotAPlainFileError, is_plain_name, resolve
 from .manifest import MANIFEST, Kind, Manifest
 from .run_record import replace_file
