@@ -12,7 +12,7 @@ from typing import Any
 from unittest import mock
 
 from polyphase.engine.distributed.job_store import JobStore, SignedStore
-from polyphase.engine.reliability.rank_registry import ALL_CONNECTED, RankRegistry, process_key, this_process
+from polyphase.engine.reliability.rendezvous import ALL_CONNECTED, RankRegistry, process_key, this_process
 from polyphase.engine.reliability.signals import StopConsensus
 from polyphase.engine.reliability.stack_answers import StackAnswers
 from polyphase.engine.reliability.watchdog import Watchdog

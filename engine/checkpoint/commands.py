@@ -17,7 +17,6 @@ from rich.table import Table
 from ..flags import choose, did_you_mean
 from ..foreign import for_terminal
 from .checked_io import Files, resolve
-from .endings import SUFFIXES
 from .manifest import (
     RANKS,
     REST,
@@ -29,7 +28,7 @@ from .manifest import (
     read_manifest,
 )
 from .retention import list_entries, prune
-from .single_file import wrong_in
+from .single_file import SUFFIXES, wrong_in
 
 __all__ = ["main"]
 

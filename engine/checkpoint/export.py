@@ -17,10 +17,9 @@ from torch import Tensor
 
 from ..flags import choose
 from .checked_io import Files, resolve, sync
-from .endings import SUFFIXES
 from .manifest import CheckpointError
 from .saver import AsyncCheckpointer
-from .single_file import OURS
+from .single_file import OURS, SUFFIXES
 from .state_tree import NAMES, mapped, to_lightning
 from .whole import whole_checkpoint
 

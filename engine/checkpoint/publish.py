@@ -31,12 +31,14 @@ from .manifest import (
     CheckpointError,
     Manifest,
     NewerFormatError,
+    PathStatus,
+    check_may_replace,
     is_directory,
     is_file_of_ours,
     manifest_bytes,
+    path_status,
     read_manifest,
 )
-from .ownership import PathStatus, check_may_replace, path_status
 from .single_file import HEAD, wrong_in
 
 __all__ = [

@@ -21,7 +21,7 @@ from .manifest import (
 from .publish import LEFTOVERS, check_files, final_path_of, is_held, is_leftover, lock, remove, repair
 from .single_file import is_archive, manifest_text, wrong_in
 
-__all__ = ["Entry", "Pruned", "list_entries", "prune"]
+__all__ = ["Entry", "list_entries", "prune"]
 
 
 class Entry(NamedTuple):
@@ -44,7 +44,7 @@ class Entry(NamedTuple):
         return os.path.basename(self.path)
 
 
-class Pruned(NamedTuple):
+class _Pruned(NamedTuple):
     """The result of `prune`: the changes that were made, or would be made in a dry run."""
 
     removed: list[str]
@@ -130,7 +130,7 @@ def _entry(fs: AbstractFileSystem, fs_path: str, path: str) -> Entry:
 
 def prune(
     folder: str | os.PathLike[str], *, keep_last: int, keep_every: int | None = None, dry_run: bool = False
-) -> Pruned:
+) -> _Pruned:
     """Removes old checkpoints of a folder, and unfinished ones; holds the folder's lock meanwhile.
 
     The newest undamaged checkpoint, the target of the link ``last``, and everything that is not a checkpoint are always
@@ -156,7 +156,7 @@ def prune(
         release()
 
 
-def _prune(folder: str | os.PathLike[str], keep_last: int, keep_every: int | None, dry_run: bool) -> Pruned:
+def _prune(folder: str | os.PathLike[str], keep_last: int, keep_every: int | None, dry_run: bool) -> _Pruned:
     removed, renamed, notes = _prune_unfinished(folder, dry_run)
     entries = list_entries(folder)
     manifests = {entry.path: entry.manifest for entry in entries if entry.manifest is not None}
@@ -170,7 +170,7 @@ def _prune(folder: str | os.PathLike[str], keep_last: int, keep_every: int | Non
     for path in superfluous:
         if not dry_run:
             remove(path)
-    return Pruned([*superfluous, *removed], [path for path in manifests if path in kept], renamed, notes)
+    return _Pruned([*superfluous, *removed], [path for path in manifests if path in kept], renamed, notes)
 
 
 def _newest_valid(manifests: dict[str, Manifest], notes: list[str]) -> set[str]:

@@ -9,9 +9,16 @@ import numpy as np
 import torch
 
 from ..devices import in_use
-from ..seeds import derive_seed
 
-__all__ = ["get_random_state", "host_state", "include_devices", "seed_all", "seed_rank_stream", "set_random_state"]
+__all__ = [
+    "derive_seed",
+    "get_random_state",
+    "host_state",
+    "include_devices",
+    "seed_all",
+    "seed_rank_stream",
+    "set_random_state",
+]
 
 _TWISTER_BYTES = 624 * 4 + 4
 """Size of the state of `np.random.MT19937` in memory: 624 words and a position."""
@@ -99,3 +106,8 @@ def seed_all(*numbers: int) -> None:
         torch.default_generator.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
+
+
+def derive_seed(*numbers: int) -> int:
+    """A seed for a tuple of whole numbers, in [0, 2^63): seeds of neighbouring tuples are unrelated."""
+    return hash(numbers) % 2**63  # a hash of whole numbers is the same in every process

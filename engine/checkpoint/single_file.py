@@ -21,6 +21,7 @@ __all__ = [
     "MANIFEST_KEY",
     "MOST_TEXT_BYTES",
     "OURS",
+    "SUFFIXES",
     "check_archive",
     "is_archive",
     "manifest_text",
@@ -184,3 +185,11 @@ def _reading(path: str | os.PathLike[str]) -> Iterator[Any]:
         return
     with stream:
         yield stream
+
+
+SUFFIXES = {
+    ".ckpt": "a Lightning checkpoint, for ckpt_path= and load_from_checkpoint",
+    ".safetensors": "the weights alone",
+    ".pt": "the weights alone, for torch.load",
+}
+"""Describes each format by its file extension."""

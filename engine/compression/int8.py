@@ -21,8 +21,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.nn import functional
 
+from ..checkpoint.rng import derive_seed
 from ..flags import check_count
-from ..seeds import derive_seed
 from .counting_group import Bucket, CountingGroup, ParamSlice, accumulation_dtype
 from .feedback import ErrorFeedbackHook
 

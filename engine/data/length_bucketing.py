@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
+from ..checkpoint.rng import derive_seed
 from ..flags import check_count
-from ..seeds import derive_seed
 
 __all__ = ["LengthBucketing"]
 

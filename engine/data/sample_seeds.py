@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from ..seeds import derive_seed
+from ..checkpoint.rng import derive_seed
 from .clone_loader import classes_of_torchdata, clone_loader, is_torchdata_loader, substitute_dataset
 from .stateful import is_stateful
 

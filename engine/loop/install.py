@@ -35,9 +35,8 @@ from ..loggers.run_names import check_run_name, logging_run_parameters, use_run_
 from ..reliability.failure import report_failure
 from ..reliability.heartbeat import Heartbeat
 from ..reliability.nonfinite import NonFiniteWatch
-from ..reliability.signals import SignalConnector
+from ..reliability.signals import SignalConnector, Steering
 from ..reliability.stack_answers import StackAnswers
-from ..reliability.steering import Steering
 from ..reliability.watchdog import Watchdog
 from ..resume.checkpoint_connector import CheckpointConnector
 from ..resume.run_history import RunHistory

@@ -44,8 +44,7 @@ from ..distributed.environment import parent_pid
 from ..distributed.job_store import FIRST_FAILURE, CausedByRank, JobStore
 from .flight_recorder import recorded
 from .hard_exit import hard_exit
-from .rank_registry import has_ended, in_words
-from .rendezvous import current_job
+from .rendezvous import current_job, has_ended, in_words
 from .report import DIED, Report, because, blame, connection_lost
 from .tracebacks import Failure, on_uncaught, shown
 

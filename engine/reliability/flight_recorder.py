@@ -16,9 +16,9 @@ from typing import Any
 import torch.distributed as dist
 
 from .._compat.torch import _distributed_c10d
-from .rank_registry import in_words
+from .rendezvous import in_words
 
-__all__ = ["Traffic", "describe_differences", "late_ranks", "mismatches", "recorded", "traffic"]
+__all__ = ["describe_differences", "late_ranks", "mismatches", "recorded", "traffic"]
 
 _NUM_CALLS = 20
 """The number of last calls of each group that are kept."""
@@ -43,7 +43,7 @@ _ITEM_BYTES = {
 
 
 @dataclass
-class Traffic:
+class _Traffic:
     """The calls of one operation."""
 
     number: int = 0
@@ -51,7 +51,7 @@ class Traffic:
     """The bytes that this rank sends if the collectives use rings; no algorithm sends fewer."""
 
 
-def traffic(windows_ns: Sequence[tuple[int, int]]) -> tuple[int, dict[str, Traffic]]:
+def traffic(windows_ns: Sequence[tuple[int, int]]) -> tuple[int, dict[str, _Traffic]]:
     """Returns this rank's collectives that were called in some windows of time, by operation.
 
     Args:
@@ -70,10 +70,10 @@ def traffic(windows_ns: Sequence[tuple[int, int]]) -> tuple[int, dict[str, Traff
     windows_ns = [window for window in windows_ns if window[0] > max(oldest_ns, default=0)]
     entries = [entry for dump in dumps for entry in dump]
     sizes = {name: len(ranks) for name, ranks in _groups().items()}
-    calls: dict[str, Traffic] = {}
+    calls: dict[str, _Traffic] = {}
     for entry in entries:
         if any(begin <= entry["time_created_ns"] <= end for begin, end in windows_ns):
-            call = calls.setdefault(_operation(entry), Traffic())
+            call = calls.setdefault(_operation(entry), _Traffic())
             call.number += 1
             call.sent_bytes += _sent_bytes(entry, sizes.get(entry["process_group"][0], dist.get_world_size()))
     return len(windows_ns), calls

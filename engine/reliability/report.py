@@ -17,7 +17,7 @@ from ..distributed.job_store import ProcessState, StoreLostError, place_of
 from ..foreign import open_new
 from ..version import __version__
 from .flight_recorder import describe_differences, mismatches
-from .rank_registry import RankRegistry
+from .rendezvous import RankRegistry
 
 __all__ = [
     "DIED",

@@ -7,7 +7,7 @@ and the stacks of all its threads. If there are ranks on other hosts, it forward
 3. The rank that got the request writes the answers of other hosts to local files.
 
 If a rank can't answer, because C code holds Python's lock, `polyphase stacks` sends it a signal: see
-`stack_files.py`.
+`stacks.py`.
 """
 
 import faulthandler
@@ -26,8 +26,8 @@ import psutil
 from ..distributed.environment import job_marks, job_secret
 from ..distributed.job_store import Fields
 from .heartbeat import Heartbeat, stack_of
-from .rank_registry import RankRegistry, this_process
-from .stack_files import SIGNAL, Entry, RunningRank, remove_ended, runtime_folder
+from .rendezvous import RankRegistry, this_process
+from .stacks import SIGNAL, Entry, RunningRank, remove_ended, runtime_folder
 
 __all__ = ["StackAnswers"]
 

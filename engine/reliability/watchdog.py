@@ -31,8 +31,7 @@ from .failure import DONE, TOLD, Wakeup, delay_the_kill, print_rank, watch_paren
 from .flight_recorder import late_ranks
 from .hard_exit import hard_exit, started_ranks
 from .heartbeat import Heartbeat, describe
-from .rank_registry import LEFT, RankRegistry, in_words, this_process
-from .rendezvous import current_job, missing_ranks
+from .rendezvous import LEFT, RankRegistry, current_job, in_words, missing_ranks, this_process
 from .report import DIED, HOST_LOST, Report, because, blame, lost_ranks, store_lost
 from .stack_answers import StackAnswers
 from .tracebacks import shorten

@@ -15,8 +15,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from ..checkpoint import AsyncCheckpointer
 from ..checkpoint.checked_io import resolve
 from ..checkpoint.folder_index import FolderIndex
-from ..checkpoint.manifest import CheckpointError, Manifest
-from ..checkpoint.ownership import path_status
+from ..checkpoint.manifest import CheckpointError, Manifest, path_status
 from ..checkpoint.publish import set_aside
 from ..checkpoint.retention import Entry, list_entries
 from ..checkpoint.run_record import RunRecord, read_record, write_record

@@ -34,8 +34,7 @@ from ..checkpoint import (
 )
 from ..checkpoint.checked_io import resolve
 from ..checkpoint.content import VERSION
-from ..checkpoint.manifest import Kind, Manifest, manifest_bytes
-from ..checkpoint.ownership import check_may_replace, is_torch_file, path_status
+from ..checkpoint.manifest import Kind, Manifest, check_may_replace, is_torch_file, manifest_bytes, path_status
 from ..checkpoint.publish import update_link
 from ..checkpoint.single_file import MANIFEST_KEY, MOST_TEXT_BYTES, OURS
 from ..checkpoint.state_tree import all_by_name, mapped, merged

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from polyphase.engine.seeds import derive_seed
+from polyphase.engine.checkpoint.rng import derive_seed
 
 
 @pytest.mark.parametrize(

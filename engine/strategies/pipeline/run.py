@@ -17,10 +17,9 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
-from ...checkpoint.rng import get_random_state, seed_all, set_random_state
+from ...checkpoint.rng import derive_seed, get_random_state, seed_all, set_random_state
 from ...compression import CountingGroup
 from ...distributed.object_group import ObjectGroup
-from ...seeds import derive_seed
 from .batches import batch_size_of, merge_outputs, split_batch
 from .failures import describe_failure
 from .loans import lend, loans_between, loans_text, return_gradients

@@ -9,8 +9,7 @@ import torch
 
 from polyphase.engine.checkpoint import AsyncCheckpointer, CheckpointError, lock, repair
 from polyphase.engine.checkpoint import publish as stores
-from polyphase.engine.checkpoint.manifest import MANIFEST, read_manifest
-from polyphase.engine.checkpoint.ownership import is_torch_file, path_status
+from polyphase.engine.checkpoint.manifest import MANIFEST, is_torch_file, path_status, read_manifest
 from polyphase.engine.checkpoint.publish import begin, publish, remove
 from polyphase.engine.resume.saving import EngineIO
 

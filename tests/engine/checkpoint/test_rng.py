@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from polyphase.engine.checkpoint import get_random_state, set_random_state
-from polyphase.engine.checkpoint.rng import seed_all
-from polyphase.engine.seeds import derive_seed
+from polyphase.engine.checkpoint.rng import derive_seed, seed_all
 
 
 def draw() -> list[float]:

@@ -17,7 +17,7 @@ from polyphase.engine.distributed.job_store import (
     signed,
     verified,
 )
-from polyphase.engine.reliability.rank_registry import RankRegistry, process_key
+from polyphase.engine.reliability.rendezvous import RankRegistry, process_key
 
 FAILURE = {"rank": 1, "kind": "hang", "by": 0, "message": "no progress"}
 

@@ -8,16 +8,20 @@ import psutil
 import pytest
 
 from polyphase.engine.cli import main
-from polyphase.engine.reliability import stack_files
-from polyphase.engine.reliability.stack_files import (
+from polyphase.engine.reliability import stacks
+from polyphase.engine.reliability.stacks import (
     Entry,
     RunningRank,
+    Unanswered,
+    ask,
+    find,
+    lines,
     own_space,
+    parse_dump,
     remove_ended,
     running_ranks,
     runtime_folder,
 )
-from polyphase.engine.reliability.stacks import Unanswered, ask, find, lines, parse_dump
 
 DUMP = """\
 Thread 0x00007f0000000002 (most recent call first):
@@ -51,8 +55,8 @@ def entries(*ranks):
 @pytest.fixture
 def place(tmp_path, monkeypatch):
     """Has the folder of running ranks be one of the test's own."""
-    monkeypatch.setattr(stack_files.os, "access", lambda path, mode: False)
-    monkeypatch.setattr(stack_files.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(stacks.os, "access", lambda path, mode: False)
+    monkeypatch.setattr(stacks.tempfile, "gettempdir", lambda: str(tmp_path))
     return tmp_path / f"polyphase-{os.getuid()}"
 
 

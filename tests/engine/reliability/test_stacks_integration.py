@@ -18,11 +18,9 @@ from lightning.pytorch import LightningModule
 from torch.utils.data import DataLoader
 
 from polyphase.engine.reliability.heartbeat import Heartbeat
-from polyphase.engine.reliability.rank_registry import RankRegistry
-from polyphase.engine.reliability.rendezvous import connect
+from polyphase.engine.reliability.rendezvous import RankRegistry, connect
 from polyphase.engine.reliability.stack_answers import StackAnswers
-from polyphase.engine.reliability.stack_files import running_ranks
-from polyphase.engine.reliability.stacks import NativeError, ask, find_py_spy, native_threads
+from polyphase.engine.reliability.stacks import NativeError, ask, find_py_spy, native_threads, running_ranks
 from tests.distributed import run_command, run_ranks
 from tests.engine.tiny import as_rank, engine
 

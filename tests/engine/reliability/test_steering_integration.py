@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch import Callback
 from torch.utils.data import DataLoader, TensorDataset
 
-from polyphase.engine.reliability import signals, steering
+from polyphase.engine.reliability import signals
 from tests.distributed import ROOT, free_port, run_command
 
 from ..tiny import Regression, engine
@@ -18,7 +18,7 @@ NUM_BATCHES = 40
 @pytest.fixture(autouse=True)
 def _decides_soon(monkeypatch):
     """The forked ranks have these values, too."""
-    monkeypatch.setattr(steering, "_PATIENCE_S", 0.5)
+    monkeypatch.setattr(signals, "_PATIENCE_S", 0.5)
     monkeypatch.setattr(signals, "_PERIOD_S", 0.1)
 
 

@@ -25,8 +25,15 @@ from polyphase.engine.distributed.job_store import JobStore, StoreLine
 from polyphase.engine.reliability import failure
 from polyphase.engine.reliability.failure import Wakeup
 from polyphase.engine.reliability.heartbeat import describe, stack_of
-from polyphase.engine.reliability.rank_registry import ALL_CONNECTED, LEFT, RankRegistry, process_key, this_process
-from polyphase.engine.reliability.rendezvous import current_job, wait_for_all
+from polyphase.engine.reliability.rendezvous import (
+    ALL_CONNECTED,
+    LEFT,
+    RankRegistry,
+    current_job,
+    process_key,
+    this_process,
+    wait_for_all,
+)
 from polyphase.engine.reliability.watchdog import Verdict, Watchdog, behind
 from tests.distributed import in_a_fork, run_ranks
 from tests.engine.tiny import QUIET, Regression, rows
