@@ -7,14 +7,12 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule
 from torch import nn
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.data import DataLoader, TensorDataset
 
-from polyphase.engine.loop import compile
 from polyphase.engine.strategies.fsdp.strategy import FSDP
 from polyphase.engine.strategies.options import FSDPOptions
 
-from ..tiny import engine
+from ..tiny import eager_graphs, engine
 
 pytestmark = [
     # torch's compiler still has scripted functions of its own,
@@ -106,7 +104,7 @@ def test_a_log_in_the_middle_is_named_once(said):
     assert 'self.log("hidden", hidden.mean())' in message
 
 
-def test_a_graph_break_is_named_once(said):
+def test_a_graph_break_is_named_once(said, graphs):
     run(Breaks(), compile="reduce-overhead", limit_val_batches=0)
     (message,) = said()
     assert "torch._dynamo.graph_break()" in message
@@ -225,10 +223,7 @@ def test_blocks_that_are_computed_again_drop_the_same_and_split_no_graph(said):
 
 @pytest.fixture
 def graphs(monkeypatch):
-    """Counts the graphs that are compiled, without a compiler of C++."""
-    compiled = CompileCounterWithBackend("aot_eager_decomp_partition")
-    monkeypatch.setattr(compile._Backend, "_compile_graph", lambda self, graph, inputs: compiled(graph, inputs))
-    return compiled
+    return eager_graphs(monkeypatch)
 
 
 class Wide(nn.Module):

@@ -18,6 +18,7 @@ from polyphase.engine import Engine
 from polyphase.engine.reliability import nonfinite
 from polyphase.engine.reliability.nonfinite import NonFiniteError
 from tests.engine.parity import MICRO_BATCH, MLP, QUIET, SUBJECTS, adamw, largest_difference, sgd_and_adamw, suffixed
+from tests.engine.tiny import eager_graphs
 from tests.pairs import nightly
 
 BAD_STEP = 3
@@ -249,8 +250,10 @@ def test_nor_in_a_mean_of_weights():
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
-def test_nor_in_a_compiled_step():
+def test_nor_in_a_compiled_step(monkeypatch):
+    graphs = eager_graphs(monkeypatch)
     assert difference(Scheduled, "single", 1, compile=True) == 0
+    assert graphs.frame_count
 
 
 def test_ranks_that_train_alone_leave_out_their_own_steps():

@@ -8,7 +8,6 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
 from torch import nn
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.spawn import ProcessRaisedException
 from torch.nn import functional
@@ -16,11 +15,11 @@ from torch.utils.data import DataLoader
 
 from polyphase.callbacks import CommunicationMonitor
 from polyphase.engine import Engine
-from polyphase.engine.loop import compile
 from polyphase.engine.strategies.fsdp.rounded_gather import Rounded, check_uses, gather_rounded
 from polyphase.engine.strategies.units import CompiledBlock
 from tests.distributed import run_ranks
 from tests.engine.strategies.test_ddp_integration import QUIET
+from tests.engine.tiny import eager_graphs
 from tests.pairs import nightly
 
 # torch's compiler looks at the gradients of all that enters a graph.
@@ -97,11 +96,8 @@ class InFloat32(Callback):
 
 @pytest.fixture(autouse=True)
 def graphs(monkeypatch):
-    """Counts the graphs that are compiled, without a compiler of C++."""
     torch._dynamo.reset()
-    compiled = CompileCounterWithBackend("aot_eager")
-    monkeypatch.setattr(compile._Backend, "_compile_graph", lambda self, graph, inputs: compiled(graph, inputs))
-    return compiled
+    return eager_graphs(monkeypatch)
 
 
 class Notes(Callback):
