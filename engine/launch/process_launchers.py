@@ -404,8 +404,9 @@ class _WorkerLauncher(_MultiProcessingLauncher):
 
     # Lightning: _MultiProcessingLauncher._recover_results_in_main_process loads the weights into the module.
     def _recover_results_in_main_process(self, worker_output: Any, trainer: Trainer) -> None:
+        shapes = worker_output.extra["shapes"].take()
         if worker_output.weights_path is not None:
-            module, shapes = trainer.lightning_module, worker_output.extra["shapes"]
+            module = trainer.lightning_module
             make_room(module)
             _make_places(module, shapes)
         super()._recover_results_in_main_process(worker_output, trainer)
@@ -423,7 +424,8 @@ class _WorkerLauncher(_MultiProcessingLauncher):
             "engine_state": self._engine_state,
             "logged_metrics": _Stored(apply_to_collection(trainer.logged_metrics, Tensor, Tensor.cpu)),
             "progress_bar_metrics": trainer.progress_bar_metrics,
-            "shapes": self._shapes,
+            # In a file: the parent reads the queue when its workers have ended, which a full pipe would keep them from.
+            "shapes": _Stored(self._shapes),
         }
 
     def update_main_process_results(self, trainer: Trainer, extra: dict[str, Any]) -> None:
