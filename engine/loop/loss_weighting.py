@@ -26,6 +26,7 @@ from torch import Tensor
 from ..data.global_order import Samples
 from ..devices import multiply
 from ..precision.clipping import local_values
+from ..precision.loss_scaling import LossScaler
 from ..strategies import adapt
 
 __all__ = ["LossWeighting"]
@@ -58,6 +59,8 @@ class LossWeighting:
     def begin_epoch(self) -> None:
         """Looks up the number of ranks, which no epoch changes."""
         self.data_size = self._trainer.data_size
+        if isinstance(scaler := getattr(self._trainer.precision_plugin, "scaler", None), LossScaler):
+            scaler.num_averaged = lambda: self._num_ranks
 
     def weigh(
         self,

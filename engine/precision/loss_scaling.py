@@ -3,6 +3,9 @@
 With manual optimization, gradients are unscaled at the end of each `manual_backward`, not in `optimizer.step()`:
 whatever the step does with them by hand (clipping, a norm, noise) has the same result in each precision. The scale is
 updated once for each `training_step`, after the last of its optimizers.
+
+A loss of W ranks whose gradients are averaged is scaled by 1/W of the scale, and the mean unscaled by as much. So the
+gradients in float16 are those of one process, which has the mean over all samples, and the same steps overflow.
 """
 
 from collections import defaultdict
@@ -14,6 +17,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.distributed.tensor import DTensor
@@ -44,14 +48,25 @@ class LossScaler(torch.amp.GradScaler):
 
     agree: Callable[[Tensor], Tensor] | None = None
     """Returns the maximum over ranks of a 0-d tensor; None if an overflow reaches the gradients of all ranks anyway."""
+    num_averaged: Callable[[], int] | None = None
+    """Returns the number of ranks whose gradients are averaged; None: 1."""
     guard: Callable[[Optimizer, Tensor], Tensor] | None = None
     """Given an optimizer, and 1 if its gradients overflowed, returns 1 if its step is left out; None: the same."""
     _is_manual = _is_in_step = _is_due = False
     _overflows: Mapping[int, Mapping[torch.device, Tensor]] = {}
     """Maps the id of an optimizer, and a device, to 1 if gradients overflowed there in the last backward, else 0."""
 
+    def scale(self, outputs: Any) -> Any:
+        """Scales losses."""
+        scaled, num_ranks = super().scale(outputs), self._num_ranks
+        return scaled if num_ranks == 1 else apply_to_collection(scaled, Tensor, lambda loss: loss / num_ranks)
+
+    @property
+    def _num_ranks(self) -> int:
+        return 1 if self.num_averaged is None else self.num_averaged()
+
     def scale_gradients(self, module: LightningModule) -> None:
-        """Scales the gradients that are there before a backward adds to them; an exact product with a power of two."""
+        """Scales the gradients that are there before a backward adds to them; for 2^n ranks an exact product."""
         self._is_manual = True
         gradients = [local_values(p.grad) for p in _parameters(module) if p.grad is not None]
         if gradients:
@@ -118,7 +133,7 @@ class LossScaler(torch.amp.GradScaler):
         if self._is_manual:
             own = self._overflows.get(id(optimizer)) or self._unscale(optimizer, torch.ones_like(inv_scale), found_inf)
         else:
-            own = self._unscale(optimizer, inv_scale, found_inf)
+            own = self._unscale(optimizer, inv_scale * self._num_ranks, found_inf)
         if self.agree is None and self.guard is None:
             return dict(own)
         for value in own.values():

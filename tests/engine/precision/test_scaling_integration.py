@@ -156,3 +156,36 @@ def test_a_worker_whose_gradients_overflow_pushes_none_and_goes_on():
     engine.fit(module, loader(2))
     moved = largest_difference(module.state_dict(), build(0).state_dict())
     assert 1e-3 < moved < float("inf")
+
+
+class NearTheLimit(LightningModule):
+    """Under the first scale a sample's gradient is the largest number of float16, or nearly, and later above it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scales = nn.Linear(8, 1, bias=False), list[float]()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.linear(1e-3 * batch[0]).float().mean() * (3.9 if batch_idx < 2 else 4.1)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.scales.append(self.trainer.scaler.get_scale())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+class Scales(Callback):
+    def on_train_end(self, trainer, pl_module):
+        trainer.callback_metrics.update({f"scale{i}": torch.tensor(s) for i, s in enumerate(pl_module.scales)})
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp", "zero1", "fsdp"])
+def test_the_same_steps_overflow_on_any_number_of_ranks(strategy):
+    torch.manual_seed(0)
+    devices = 1 if strategy == "single" else 4
+    flags = {**QUIET, "accelerator": "cpu", "devices": devices, "max_epochs": 1, "precision": "16-mixed"}
+    engine = Engine(strategy=suffixed(strategy, "fork"), callbacks=[Scales()], **flags)
+    engine.fit(NearTheLimit(), DataLoader(TensorDataset(X[:16]), batch_size=4 // devices))
+    scales = [float(engine.callback_metrics[f"scale{i}"]) for i in range(4)]
+    assert scales == [2.0**16, 2.0**16, 2.0**15, 2.0**15]
