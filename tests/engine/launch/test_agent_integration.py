@@ -17,9 +17,9 @@ while True:
 """
 WATCHES = """
 import subprocess, sys
-from polyphase.engine.launch.agent import watch
+from polyphase.engine.launch.agent import _watch
 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)  # a rank"])
-watch("{0}", 29400, longest_s=4.0)
+_watch("{0}", 29400, longest_s=4.0)
 """
 
 
