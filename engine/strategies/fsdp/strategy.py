@@ -14,7 +14,7 @@ happens once per accumulation window.
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -35,7 +35,7 @@ from torch.fx import GraphModule
 
 from ...compression import AllReduceHook, CommHook, CountingGroup
 from ...compression.int8 import Int8
-from ...distributed.buckets import equalise, tell_device
+from ...distributed.buckets import equalise, tell_device, whole_tensors
 from ...flags import Layout
 from ...initialization import check_shapes, materialize, read_stored
 from ...precision.plugins import autocast_dtype
@@ -63,6 +63,9 @@ from .unit_steps import ByHand, UnitSteps, called_parts, hand_over_arguments, op
 from .written_parameters import forget_data, give_back_numbers, keep_data, keep_writes, read_whole_numbers
 
 __all__ = ["FSDP"]
+
+_SMALL_UNITS_MB = 25
+"""Units that have no more together are made equal by one exchange: a thousand of them take as many seconds else."""
 
 
 class FSDP(UnitSteps):
@@ -275,7 +278,10 @@ class FSDP(UnitSteps):
         return loss
 
     def _shard(self, model: nn.Module) -> None:
-        """Creates, moves, equalises and shards `model` unit by unit: only one whole unit is in memory at a time."""
+        """Creates, moves, equalises and shards `model` unit by unit.
+
+        Only one whole unit is in a device's memory at a time, or several small ones.
+        """
         by_hand = optimizes_by_hand(model)
         plan = self._planned(model, by_hand=by_hand)
         units, recomputed = {unit.module for unit in plan}, set(named_blocks(model))
@@ -294,11 +300,18 @@ class FSDP(UnitSteps):
                 self._whole.setdefault(id(model.get_submodule(path)), []).append(name)
 
         replacements = Replacements(model, repr(self))
+        # A module with tensors on the meta device draws them part by part.
+        is_whole = not any(tensor.is_meta for tensor in whole_tensors([model]))
+        due = [module for module in _children_first(model) if module in units or module is model] if is_whole else []
+        places, equal = {module: place for place, module in enumerate(due)}, set[nn.Module]()
 
         def shard(submodule: nn.Module) -> None:
             is_unit = submodule in units or submodule is model
             if is_unit:
-                equalise(submodule, self.root_device)
+                if submodule not in equal:
+                    together = _small_units(due[places[submodule] :]) if is_whole else [submodule]
+                    equalise(together, self.root_device)
+                    equal.update(together)
                 with replacements.within(submodule):
                     self._split(submodule)
             if submodule in recomputed and self.recompute is not None:
@@ -431,6 +444,23 @@ class FSDP(UnitSteps):
 
 
 _NUM_BUFFERS = 2
+
+
+def _children_first(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        yield from _children_first(child)
+    yield module
+
+
+def _small_units(due: Sequence[nn.Module]) -> list[nn.Module]:
+    """Returns the first of these modules, and those next to it that are small with it together."""
+    together, num_bytes = [due[0]], 0
+    for module, after in itertools.pairwise(due):
+        num_bytes += sum(tensor.nbytes for tensor in whole_tensors([module]))
+        if num_bytes + sum(tensor.nbytes for tensor in whole_tensors([after])) > _SMALL_UNITS_MB * 2**20:
+            break
+        together.append(after)
+    return together
 
 
 def _overlap_more(model: nn.Module, units: Sequence[nn.Module], timeout: timedelta) -> None:

@@ -346,3 +346,40 @@ def test_weights_used_outside_of_their_blocks_are_whole_with_one_unit(strategy, 
 def test_weights_used_outside_of_their_blocks_name_the_option():
     with pytest.raises(ProcessRaisedException, match=r"option units=module \(strategy='fsdp:units=module'\)"):
         _looked("fsdp_fork")
+
+
+class Broadcasts(Callback):
+    """Counts the broadcasts of the set-up."""
+
+    def setup(self, trainer, pl_module, stage):
+        self.profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+        self.profile.start()
+
+    def on_train_start(self, trainer, pl_module):
+        self.profile.stop()
+        number = sum(event.name == "c10d::broadcast_" for event in self.profile.events())
+        trainer.callback_metrics["broadcasts"] = torch.tensor(float(number))
+
+
+def test_small_units_are_made_equal_together():
+    def number(layers: int) -> float:
+        module = Deep(layers)
+        engine = Engine(**QUIET, strategy="fsdp_fork", devices=2, max_steps=1, callbacks=[Broadcasts()])
+        engine.fit(module, DataLoader(torch.ones(4, 4), batch_size=2))
+        return float(engine.callback_metrics["broadcasts"])
+
+    assert 0 < number(64) == number(8) < 8
+
+
+class Deep(LightningModule):
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(layers))
+
+    def training_step(self, batch, batch_idx):
+        for layer in self.layers:
+            batch = batch + layer(batch).tanh() / len(self.layers)
+        return batch.square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
