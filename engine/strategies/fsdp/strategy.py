@@ -20,6 +20,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
@@ -300,9 +301,11 @@ class FSDP(UnitSteps):
                 self._whole.setdefault(id(model.get_submodule(path)), []).append(name)
 
         replacements = Replacements(model, repr(self))
-        # A module with tensors on the meta device draws them part by part.
-        is_whole = not any(tensor.is_meta for tensor in whole_tensors([model]))
-        due = [module for module in _children_first(model) if module in units or module is model] if is_whole else []
+        # A module with tensors on the meta device, perhaps on some ranks only, draws them part by part.
+        has_meta = torch.tensor(any(tensor.is_meta for tensor in whole_tensors([model])), device=self.root_device).int()
+        dist.all_reduce(has_meta, dist.ReduceOp.MAX)
+        is_whole = not has_meta
+        due = [module for module in _children_first(model) if module in units or module is model]
         places, equal = {module: place for place, module in enumerate(due)}, set[nn.Module]()
 
         def shard(submodule: nn.Module) -> None:
