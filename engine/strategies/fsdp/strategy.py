@@ -65,8 +65,8 @@ from .written_parameters import forget_data, give_back_numbers, keep_data, keep_
 
 __all__ = ["FSDP"]
 
-_SMALL_UNITS_MB = 25
-"""Units that have no more together are made equal by one exchange: a thousand of them take as many seconds else."""
+_SMALL_UNITS_MB = 0.25
+"""Units that have no more together are made equal by one exchange, which takes as long as the bytes of a larger one."""
 
 
 class FSDP(UnitSteps):
