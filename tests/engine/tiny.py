@@ -29,9 +29,9 @@ def engine(**flags: Any) -> Engine:
     return Engine(**{**QUIET, "devices": 1, "max_epochs": 1, **flags})
 
 
-def eager_graphs(monkeypatch: pytest.MonkeyPatch) -> CompileCounterWithBackend:
+def eager_graphs(monkeypatch: pytest.MonkeyPatch, backend: str = "aot_eager") -> CompileCounterWithBackend:
     """Has graphs run without a compiler of C++, which takes a minute; the result counts them."""
-    compiled = CompileCounterWithBackend("aot_eager_decomp_partition")
+    compiled = CompileCounterWithBackend(backend)
     monkeypatch.setattr(compile._Backend, "_compile_graph", lambda self, graph, inputs: compiled(graph, inputs))
     return compiled
 

@@ -223,7 +223,7 @@ def test_blocks_that_are_computed_again_drop_the_same_and_split_no_graph(said):
 
 @pytest.fixture
 def graphs(monkeypatch):
-    return eager_graphs(monkeypatch)
+    return eager_graphs(monkeypatch, "aot_eager_decomp_partition")
 
 
 class Wide(nn.Module):

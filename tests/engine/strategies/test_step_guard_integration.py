@@ -249,7 +249,6 @@ def test_nor_in_a_mean_of_weights():
     assert largest_difference(mean(True), mean(False)) == 0
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 def test_nor_in_a_compiled_step(monkeypatch):
     graphs = eager_graphs(monkeypatch)
     assert difference(Scheduled, "single", 1, compile=True) == 0
