@@ -23,7 +23,7 @@ __all__ = [
     "share_buffers",
     "tell_device",
     "unflatten",
-    "whole_tensors",
+    "unsharded_tensors",
 ]
 
 
@@ -66,7 +66,7 @@ _BUCKET_MB = 1
 """Smaller tensors are broadcast together: a collective for each takes longer than their bytes."""
 
 
-def whole_tensors(modules: Iterable[nn.Module]) -> list[Tensor]:
+def unsharded_tensors(modules: Iterable[nn.Module]) -> list[Tensor]:
     """Returns the parameters and buffers of modules that are not sharded, each once."""
     tensors = (tensor for module in modules for tensor in (*module.parameters(), *module.buffers()))
     return [tensor for tensor in dict.fromkeys(tensors) if not isinstance(tensor, DTensor)]
@@ -75,7 +75,7 @@ def whole_tensors(modules: Iterable[nn.Module]) -> list[Tensor]:
 def equalise(modules: Iterable[nn.Module], device: torch.device) -> None:
     """Moves parameters and buffers that are not sharded to `device`, and broadcasts rank 0's values."""
     # Those on the meta device are read by all ranks from the same files.
-    whole = [tensor for tensor in whole_tensors(modules) if not tensor.is_meta]
+    whole = [tensor for tensor in unsharded_tensors(modules) if not tensor.is_meta]
     for tensor in whole:
         give_value(tensor, tensor.data.to(device))
     pending: list[tuple[list[Tensor], Tensor, Any]] = []

@@ -5,15 +5,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from polyphase.engine import Engine
-from polyphase.engine.loop import compile
 
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
@@ -27,13 +24,6 @@ QUIET: dict[str, Any] = {
 def engine(**flags: Any) -> Engine:
     """An engine on one CPU that writes and shows nothing, unless `flags` say otherwise."""
     return Engine(**{**QUIET, "devices": 1, "max_epochs": 1, **flags})
-
-
-def eager_graphs(monkeypatch: pytest.MonkeyPatch, backend: str = "aot_eager") -> CompileCounterWithBackend:
-    """Has graphs run without a compiler of C++, which takes a minute; the result counts them."""
-    compiled = CompileCounterWithBackend(backend)
-    monkeypatch.setattr(compile._Backend, "_compile_graph", lambda self, graph, inputs: compiled(graph, inputs))
-    return compiled
 
 
 def as_rank(rank: int) -> None:

@@ -36,7 +36,7 @@ from torch.fx import GraphModule
 
 from ...compression import AllReduceHook, CommHook, CountingGroup
 from ...compression.int8 import Int8
-from ...distributed.buckets import equalise, tell_device, whole_tensors
+from ...distributed.buckets import equalise, tell_device, unsharded_tensors
 from ...flags import Layout
 from ...initialization import check_shapes, materialize, read_stored
 from ...precision.plugins import autocast_dtype
@@ -302,7 +302,9 @@ class FSDP(UnitSteps):
 
         replacements = Replacements(model, repr(self))
         # A module with tensors on the meta device, perhaps on some ranks only, draws them part by part.
-        has_meta = torch.tensor(any(tensor.is_meta for tensor in whole_tensors([model])), device=self.root_device).int()
+        has_meta = torch.tensor(
+            any(tensor.is_meta for tensor in unsharded_tensors([model])), device=self.root_device
+        ).int()
         dist.all_reduce(has_meta, dist.ReduceOp.MAX)
         is_whole = not has_meta
         due = [module for module in _children_first(model) if module in units or module is model]
@@ -457,12 +459,13 @@ def _children_first(module: nn.Module) -> Iterator[nn.Module]:
 
 def _small_units(due: Sequence[nn.Module]) -> list[nn.Module]:
     """Returns the first of these modules, and those next to it that are small with it together."""
-    together, num_bytes = [due[0]], 0
-    for module, after in itertools.pairwise(due):
-        num_bytes += sum(tensor.nbytes for tensor in whole_tensors([module]))
-        if num_bytes + sum(tensor.nbytes for tensor in whole_tensors([after])) > _SMALL_UNITS_MB * 2**20:
+    together: list[nn.Module] = []
+    num_bytes = 0
+    for module in due:
+        num_bytes += sum(tensor.nbytes for tensor in unsharded_tensors([module]))
+        if together and num_bytes > _SMALL_UNITS_MB * 2**20:
             break
-        together.append(after)
+        together.append(module)
     return together
 
 

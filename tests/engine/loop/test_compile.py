@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from polyphase.engine.strategies.fsdp.strategy import FSDP
 from polyphase.engine.strategies.options import FSDPOptions
 
-from ..tiny import eager_graphs, engine
+from ..eager_graphs import eager_graphs
+from ..tiny import engine
 
 pytestmark = [
     # torch's compiler still has scripted functions of its own,

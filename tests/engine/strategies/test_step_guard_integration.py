@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from polyphase.engine import Engine
 from polyphase.engine.reliability import nonfinite
 from polyphase.engine.reliability.nonfinite import NonFiniteError
+from tests.engine.eager_graphs import eager_graphs
 from tests.engine.parity import MICRO_BATCH, MLP, QUIET, SUBJECTS, adamw, largest_difference, sgd_and_adamw, suffixed
-from tests.engine.tiny import eager_graphs
 from tests.pairs import nightly
 
 BAD_STEP = 3

@@ -18,8 +18,8 @@ from polyphase.engine import Engine
 from polyphase.engine.strategies.fsdp.rounded_gather import Rounded, check_uses, gather_rounded
 from polyphase.engine.strategies.units import CompiledBlock
 from tests.distributed import run_ranks
+from tests.engine.eager_graphs import eager_graphs
 from tests.engine.strategies.test_ddp_integration import QUIET
-from tests.engine.tiny import eager_graphs
 from tests.pairs import nightly
 
 # torch's compiler looks at the gradients of all that enters a graph.
