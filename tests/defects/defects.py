@@ -14,7 +14,7 @@ from polyphase.engine.loop.loss_weighting import LossWeighting
 from polyphase.engine.precision import clipping
 from polyphase.engine.strategies.fsdp import strategy as fsdp
 from polyphase.engine.strategies.optimizer_trial import Habits
-from polyphase.engine.strategies.pipeline import attribute_guard, gradients, run, strategy
+from polyphase.engine.strategies.pipeline import attribute_writes, gradients, run, strategy
 from polyphase.engine.strategies.pipeline import remote_parameters as remote
 from polyphase.engine.strategies.tensor import strategy as tensor
 from tests.callbacks.test_replica_guard_integration import not_added_up
@@ -186,7 +186,7 @@ DEFECTS = {
         [(tensor.TensorParallel, "_reduce_replicated_gradients", not_added_up)],
     ),
     "what a block leaves on itself is that of no batch": Defect(
-        "pp", Model(_Stale, _MLP), [(attribute_guard.AttributeGuard, "_install", nothing)]
+        "pp", Model(_Stale, _MLP), [(attribute_writes.AttributeGuard, "_install", nothing)]
     ),
     "an optimizer with one norm for all has that of a stage": Defect(
         "pp",

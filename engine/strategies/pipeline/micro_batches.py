@@ -1,28 +1,154 @@
-"""Warnings for modules whose result changes when a batch is cut into micro-batches, as far as this is detectable.
+"""Cuts batches into micro-batches of equal size, merges their outputs, and finds modules whose result that changes."""
 
-BatchNorm normalises over each micro-batch. Other buffers that a forward writes (the vectors of a spectral norm) are
-written once for each micro-batch. Some losses are not a mean over samples: they compare samples, as in CLIP, or
-divide by a number of tokens. Such a loss is not the mean of the micro-batches' losses.
-"""
-
+import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch import nn
+from torch import Tensor, nn
 
 from ..._compat.torch import _BatchNorm
-from .attribute_writes import Key
-from .batches import batch_size_of, take_rows
-from .reachable_state import ReachableState
-from .shapes import Shapes
+from .attribute_writes import REMEDY, Key
+from .parameter_writes import KeptValues, advances_text
+from .reachable_state import Place, ReachableState, sums
+from .remote_values import tensors_in
+from .shapes import Shapes, zeros_of
 from .stage_module import StageModule
 from .tree_broadcast import TensorSlot
 
-__all__ = ["batch_norm_warning", "buffers_warning", "loss_warning"]
+__all__ = [
+    "batch_norm_warning",
+    "batch_size_of",
+    "buffers_warning",
+    "loss_warning",
+    "merge_outputs",
+    "split_batch",
+    "state_problem",
+    "take_rows",
+]
+
+
+def batch_size_of(batch: Any) -> int:
+    """Returns the number of samples: the size of the first dim of the first tensor that has dims.
+
+    Raises:
+        ValueError: the batch has no such tensor.
+    """
+    sizes: list[int] = []
+    apply_to_collection(batch, Tensor, lambda tensor: sizes.append(tensor.shape[0]) if tensor.dim() else None)
+    if not sizes:
+        raise ValueError(
+            f"a pipeline cuts each batch into micro-batches, but there is no tensor in this {type(batch).__name__}:"
+            " let the DataLoader yield tensors, or dicts, lists or dataclasses of them, with the samples in dim 0."
+        )
+    return sizes[0]
+
+
+def split_batch(batch: Any, num_parts: int) -> list[Any]:
+    """Cuts tensors, arrays, and lists with one value for each sample, in any nesting, into `num_parts` batches.
+
+    Every other value goes into each part as it is: tensors without dims, tuples of plain values with another length,
+    and objects without tensors.
+
+    Raises:
+        ValueError: a tensor, array or list has another length than the number of samples, or an object has tensors
+            that can't be cut.
+    """
+    if num_parts == 1:
+        return [batch]
+    size = batch_size_of(batch)
+    width = size // num_parts
+    return [_part(batch, size, slice(first, first + width)) for first in range(0, size, width)]
+
+
+def take_rows(batch: Any, rows: slice) -> Any:
+    """Returns some samples of a batch, as `split_batch` cuts them."""
+    return _part(batch, batch_size_of(batch), rows)
+
+
+def _part(value: Any, size: int, rows: slice) -> Any:
+    if isinstance(value, (Tensor, np.ndarray)):
+        if value.ndim and value.shape[0] != size:
+            raise _error(size, f"a tensor {list(value.shape)}")
+        return value[rows] if value.ndim else value
+    if isinstance(value, (list, tuple)):
+        return _row_part(value, size, rows)
+    if isinstance(value, Mapping):
+        parts = {key: _part(member, size, rows) for key, member in value.items()}
+        if not isinstance(value, MutableMapping):
+            return type(value)(parts)  # type: ignore[call-arg]
+        mapping = copy.copy(value)  # keeps a default_factory, and other attributes of its class
+        mapping.update(parts)
+        return mapping
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        copied = copy.copy(value)
+        for field in dataclasses.fields(value):
+            object.__setattr__(copied, field.name, _part(getattr(value, field.name), size, rows))
+        return copied
+    if any(isinstance(member, (Tensor, np.ndarray)) for member in getattr(value, "__dict__", {}).values()):
+        raise _error(size, f"a {type(value).__name__}, whose tensors it can't cut")
+    return value
+
+
+def _row_part(values: Any, size: int, rows: slice) -> Any:
+    """Returns some rows of a list or tuple."""
+    if hasattr(values, "_fields"):
+        return type(values)(*(_part(value, size, rows) for value in values))
+    if not _has_tensors(values):
+        if len(values) == size:  # for example a text for each sample
+            return values[rows]
+        if values and isinstance(values, list):
+            raise _error(size, f"a list of {len(values)} values")
+        return values
+    return type(values)([_part(value, size, rows) for value in values])
+
+
+def _has_tensors(value: Any) -> bool:
+    """Whether there are tensors or arrays in a nested value."""
+    tensors: list[Any] = []
+    apply_to_collection(value, (Tensor, np.ndarray), tensors.append)
+    return bool(tensors)
+
+
+def _error(size: int, description: str) -> ValueError:
+    return ValueError(
+        f"a pipeline cuts each batch of {size} samples into micro-batches, but it has {description}: let the DataLoader"
+        " yield tensors with the samples in dim 0, lists with one value for each sample, and values that all samples"
+        " share without dims or in a tuple, or set microbatches=1 with schedule=gpipe."
+    )
+
+
+def merge_outputs(outputs: list[Any]) -> Any:
+    """Merges the outputs of a step for the micro-batches: concatenates samples, takes means of floating scalars."""
+    first = outputs[0]
+    if len(outputs) == 1 or first is None:
+        return first
+    if isinstance(first, Tensor):
+        return torch.stack(outputs).mean(0) if first.dim() == 0 and first.is_floating_point() else _rows(outputs)
+    if isinstance(first, Mapping):
+        return type(first)({key: merge_outputs([output[key] for output in outputs]) for key in first})  # type: ignore[call-arg]
+    if isinstance(first, tuple) or (isinstance(first, list) and all(isinstance(value, Tensor) for value in first)):
+        parts = [merge_outputs(list(parts)) for parts in zip(*outputs, strict=True)]
+        return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
+    if isinstance(first, list):
+        return [value for output in outputs for value in output]  # for example one for each sample
+    return sum(outputs) / len(outputs) if isinstance(first, float) else first
+
+
+def _rows(outputs: list[Tensor]) -> Tensor:
+    return torch.stack(outputs) if outputs[0].dim() == 0 else torch.cat(outputs)
+
+
+# --- warnings, as far as the change is detectable
+# BatchNorm normalises over each micro-batch. Other buffers that a forward writes (the vectors of a spectral norm) are
+# written once for each micro-batch. Some losses are not a mean over samples: they compare samples, as in CLIP, or
+# divide by a number of tokens. Such a loss is not the mean of the micro-batches' losses.
+
 
 _ONE = "microbatches=1 with schedule=gpipe is as in one process (one stage works at a time)"
 
@@ -168,3 +294,131 @@ def _loss_and_weight(output: Any) -> tuple[float, float]:
     if not isinstance(output, Mapping):
         return float(output), 1.0
     return float(output["loss"]), float(output.get("weight", 1.0))
+
+
+# --- state that micro-batches leave behind
+# **State that advances once a micro-batch.** What a micro-batch leaves behind, and the next one uses, advances several
+# times a batch.
+#
+# In one process it advances once a batch. Examples are a number of calls, an average of activations, a memory of
+# earlier inputs, whether it is kept on a block, in an object, by a class or as a global. What a micro-batch leaves
+# behind and none reads (an auxiliary loss), or what is the same for all (a table of positions), is no such state. A
+# stage runs micro-batches 0 and 1 in both orders, each time from the state at the beginning. For random values in
+# place of what it would receive, it compares the state and the outputs of a micro-batch that came first with those of
+# the same micro-batch that came second.
+#
+# **What a block writes where other stages do not see it**: into a list of its file, an attribute of a class, a variable
+# of a function. `AttributeGuard` knows attributes of modules only.
+
+
+_Run = tuple[list[Any], dict[Place, Any]]
+"""The sums of what a stage returned, and the state after it."""
+
+
+def state_problem(stage: StageModule, number: int) -> str | None:
+    """Returns what is wrong if micro-batches of a stage depend on each other; None if they do not.
+
+    Args:
+        stage: the stage, after a trial run.
+        number: number of micro-batches of a batch.
+    """
+    partitioned, written = stage.partitioned, stage.partitioned.written
+    job = partitioned.job
+    assert job is not None
+    partitioned.written = None
+    partitioned.job = dataclasses.replace(job, finish=lambda index, output: output, is_trial=True)
+    state = ReachableState(partitioned.module, parameters=partitioned.borrowed.allowed)
+    undo_state, kept = state.snapshot(), KeptValues(partitioned.own_parameters)
+
+    def undo() -> None:
+        undo_state()
+        kept.undo()
+
+    try:
+        # Random values show more than zeros, but code that checks values may refuse them.
+        for make in (_random_of, zeros_of):
+            try:
+                with kept:
+                    return _problem(stage, state, undo, make, number)
+            except Exception:  # with the batch's own values it may go well
+                continue
+        return None
+    finally:
+        undo()
+        partitioned.job, partitioned.written, partitioned.failure = job, written, None
+        partitioned.around_unit = None
+        partitioned.filled.clear()
+
+
+def _problem(
+    stage: StageModule,
+    state: ReachableState,
+    undo: Callable[[], None],
+    make: Callable[[Tensor, torch.device], Tensor],
+    number: int,
+) -> str | None:
+    job, device = stage.partitioned.job, stage.partitioned.device
+    assert job is not None
+    sent = job.shapes.sent(stage.stage - 1) if stage.stage else ()
+    received = [[make(shape, device) for shape in sent] for _ in range(min(2, number))]
+    module, last = stage.partitioned.module, len(received) - 1
+    written_outside: list[tuple[nn.Module, Place]] = []
+
+    @contextmanager
+    def watch(unit: nn.Module) -> Iterator[None]:
+        before = state.marks_outside()
+        yield
+        written_outside.extend((unit, place) for place in sorted(_different(before, state.marks_outside())))
+
+    def run(index: int) -> _Run:
+        stage.micro_batch = index
+        output = stage(*(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in received[index]))
+        stage.partitioned.filled.clear()
+        return [_coarse(tensor) for tensor in tensors_in(output)], state.marks()
+
+    undo()
+    before = state.marks()
+    first = run(0)
+    stage.partitioned.around_unit = watch  # not in the first micro-batch, which fills caches
+    then_second = run(last)
+    stage.partitioned.around_unit = None
+    if written_outside and stage.partitioned.plan.num_stages > 1:
+        unit, place = written_outside[0]
+        return (
+            f"the block {stage.partitioned.names[unit]!r} writes into {place.text(module)}, but the pipeline stages"
+            f" that skip the block do not. {REMEDY}"
+        )
+    if number == 1:
+        return None
+    undo()
+    second, then_first = run(1), run(0)
+    pairs = (first, then_first), (second, then_second)
+    places = {place for alone, after in pairs for place in _different(alone[1], after[1])}
+    depends = any(alone[0] != after[0] for alone, after in pairs)
+    if not places and not depends:
+        return None
+    undo()
+    before_again, again = state.marks(), run(0)
+    # What differs though it began equal (a time of day) is no state.
+    places -= _different(first[1], again[1]) - _different(before, before_again)
+    if kept := sorted(place for place in places if place.kind != "buffer"):  # of buffers `buffers_warning` warns
+        return advances_text(kept[0].text(module), number)
+    changed = _different(before, first[1])
+    if depends and again[0] == first[0] and not any(place.kind == "buffer" for place in changed):
+        names = [place.text(module) for place in sorted(changed)[:3]] or ["something that it keeps where none looks"]
+        return advances_text(" or ".join(names), number)
+    return None
+
+
+def _different(a: dict[Place, Any], b: dict[Place, Any]) -> set[Place]:
+    return {place for place in a.keys() | b.keys() if place not in a or place not in b or a[place] != b[place]}
+
+
+def _random_of(shape: Tensor, device: torch.device) -> Tensor:
+    values = zeros_of(shape, device)
+    return values.detach().normal_().requires_grad_(shape.requires_grad) if shape.is_floating_point() else values
+
+
+def _coarse(tensor: Tensor) -> Any:
+    """Returns what differs if the values of a stage's output do, but not by rounding in many layers."""
+    return sums(tensor, rounding=1e-3)

@@ -7,10 +7,9 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
-from .calls import Calls, Key
 from .loans import BorrowedParameters
 from .plan import StagePlan
-from .remote_values import CutError, tensors_in, users_line
+from .remote_values import Calls, CutError, Key, tensors_in, users_line
 from .shapes import Shapes, shape_of, zeros_of
 
 __all__ = ["FilledTensors", "ReceivedValues"]

@@ -1,7 +1,7 @@
 """The shapes of the values that stages send each other for one kind of micro-batch, as a trial run has found them.
 
 A stage receives the arguments of its first unit, and after them the carried values: other values of earlier stages that
-it or a later stage uses, such as the skips of a U-Net or an encoder's output. They have keys, see `calls.py`.
+it or a later stage uses, such as the skips of a U-Net or an encoder's output. They have keys, see `remote_values.py`.
 """
 
 import dataclasses
@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .calls import Key, ValueSignature
-from .remote_values import CutError
+from .remote_values import CutError, Key, ValueSignature
 
 __all__ = ["Shapes", "form_text", "shape_of", "shapes_and_dtypes", "zeros_of"]
 

@@ -11,6 +11,7 @@ On stage s the step runs as the user wrote it, from its beginning:
    lacks are sent. The last stage runs the rest of the step, and has the loss.
 """
 
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -20,15 +21,23 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from .attribute_writes import WriteRecorder
-from .failures import describe_failure
 from .parameter_writes import no_new_parameters
 from .partitioned_module import PartitionedModule
 from .received_values import ReceivedValues
-from .remote_values import CutError, RemoteValueMode, has_absent, mark_origin, origin_of, tensors_in, users_line
+from .remote_values import (
+    CutError,
+    RemoteValueMode,
+    has_absent,
+    is_of_program,
+    mark_origin,
+    origin_of,
+    tensors_in,
+    users_line,
+)
 from .shapes import form_text, shape_of, shapes_and_dtypes
 from .tree_broadcast import TensorSlot, flatten_tree
 
-__all__ = ["StageModule"]
+__all__ = ["StageModule", "describe_failure"]
 
 _REMEDY = (
     "A pipeline hands over what a unit is called with, and what else the first batch has shown to be used: give the"
@@ -335,3 +344,40 @@ def _without_content(form: Any, origin: str) -> Any:
         return tensor
 
     return apply_to_collection(form, TensorSlot, absent)
+
+
+# --- errors of the user's step, in words
+
+
+def describe_failure(error: Exception, stage: int, micro_batch: str) -> str:
+    """Returns an error message: what happened, where, and why it may happen in a pipeline only.
+
+    Args:
+        error: with its traceback.
+        stage: the stage that ran the step.
+        micro_batch: the micro-batch in words, for the message.
+    """
+    if isinstance(error, CutError):  # its message is complete
+        return f"pipeline stage {stage} failed: {error}"
+    frames = list(traceback.walk_tb(error.__traceback__))
+    places = traceback.StackSummary.extract(iter(frames))
+    of_user = [frame_line for (frame, _), frame_line in zip(frames, places, strict=True) if is_of_program(frame)]
+    if of_user and any(frame.f_code is torch.autograd.grad.__code__ for frame, _ in frames):
+        p = of_user[-1]
+        return (
+            f'pipeline stage {stage} failed: {p.filename}:{p.lineno} in {p.name}: "{p.line}" asks for a gradient within'
+            " the step, but no pipeline stage has the whole graph, and so none can give the gradient of a gradient, as"
+            " create_graph=True needs, for example for a gradient penalty: choose another strategy, such as 'fsdp'."
+            f" torch says: {error}"
+        )
+    message = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    where = "".join(f', {p.filename}:{p.lineno} in {p.name}: "{p.line}"' for p in of_user[-1:])
+    if places and places[-1] not in of_user[-1:]:
+        inner = places[-1]
+        where += f', raised by {inner.filename}:{inner.lineno} in {inner.name}: "{inner.line}"'
+    return (
+        f"pipeline stage {stage} failed: {message}{where}. The step ran with {micro_batch}, and values that depend on"
+        " parameters of other stages have only a shape there. If it does not fail in one process: before the blocks,"
+        " do not use the batch's size or such values, or set microbatches=1 with schedule=gpipe, or choose another"
+        " strategy, such as 'fsdp'."
+    )

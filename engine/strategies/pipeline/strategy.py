@@ -19,12 +19,15 @@ from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torchmetrics import Metric
 
 from ...checkpoint.rng import get_random_state, set_random_state
 from ...compression import AllReduceHook, CommHook, CountingGroup
@@ -43,13 +46,12 @@ from ..replaced_parameters import Replacements
 from ..units import CompiledBlock, named_blocks, shard_units
 from .gradients import StageGradients
 from .partitioned_module import PartitionedModule, StepJob
-from .plan import plan_stages, replace_absent
+from .plan import StagePlan, plan_stages, replace_absent
 from .remote_values import users_line
 from .stage_checks import check_batch_size, check_flags, check_optimization, check_plan, check_schedule
 from .stage_module import StageModule
-from .state import buffer_stages, gather_state
 
-__all__ = ["Pipeline"]
+__all__ = ["Pipeline", "buffer_stages", "gather_state"]
 
 
 class Pipeline(MeshStrategy):
@@ -474,3 +476,43 @@ class Pipeline(MeshStrategy):
         owners |= self._partitioned.owners(self._buffer_owners, self.layout.pp)  # type: ignore[union-attr]
         state = self._partitioned.state_dict(self._stage_ranks, self.layout.pp)  # type: ignore[union-attr]
         return gather_state(state, owners, self._group, sends=self.data_rank == 0, device=self.root_device)
+
+
+# --- the state of the module, gathered from the stages
+
+
+def buffer_stages(module: nn.Module, plan: StagePlan) -> dict[str, int]:
+    """Maps the name of each buffer to the stage whose values are saved: all stages have the buffer."""
+    stages = {}
+    for name, submodule in module.named_modules(remove_duplicate=False):
+        # Metrics are updated on the last stage.
+        stage = plan.num_stages - 1 if isinstance(submodule, Metric) else plan.modules[submodule][0]
+        for key, _ in submodule.named_buffers(recurse=False):
+            stages[f"{name}.{key}" if name else key] = stage
+    return stages
+
+
+def gather_state(
+    state: dict[str, Any], owners: dict[str, int], group: Any, *, sends: bool, device: torch.device
+) -> dict[str, Any]:
+    """Gathers the tensors of all stages, whole and in host memory, on the first rank of a pipeline; all ranks call it.
+
+    Args:
+        state: a state dict of the module, as this rank has it.
+        owners: for each name the rank of the pipeline that has the values; missing names belong to the first rank.
+        group: the ranks of this pipeline.
+        sends: whether this pipeline gathers its tensors: one of several pipelines does.
+        device: the device on which tensors are sent.
+    """
+    rank, whole = dist.get_rank(group), {}
+    for name, value in state.items():
+        tensor = value.full_tensor() if isinstance(value, DTensor) else value  # a collective of all ranks
+        owner = owners.get(name, 0)
+        if sends and owner > 0 and rank == owner:
+            dist.send(tensor.contiguous(), dist.get_global_rank(group, 0), group=group)
+        if sends and owner > 0 and rank == 0:
+            tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+            dist.recv(tensor, dist.get_global_rank(group, owner), group=group)
+        if sends and rank == 0:
+            whole[name] = tensor.cpu() if isinstance(tensor, Tensor) else tensor
+    return whole

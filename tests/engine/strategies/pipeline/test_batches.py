@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from polyphase.engine.strategies.pipeline.batches import batch_size_of, merge_outputs, split_batch
+from polyphase.engine.strategies.pipeline.micro_batches import batch_size_of, merge_outputs, split_batch
 
 
 @dataclasses.dataclass

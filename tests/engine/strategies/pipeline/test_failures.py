@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from polyphase.engine.strategies.pipeline.failures import describe_failure
 from polyphase.engine.strategies.pipeline.remote_values import CutError
+from polyphase.engine.strategies.pipeline.stage_module import describe_failure
 
 
 def own():

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from polyphase.engine.strategies.pipeline.losses import Losses
+from polyphase.engine.strategies.pipeline.run import Losses
 
 HALF = torch.tensor(0.5)
 

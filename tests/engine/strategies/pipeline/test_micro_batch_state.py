@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from polyphase.engine.strategies.pipeline.micro_batch_state import state_problem
+from polyphase.engine.strategies.pipeline.micro_batches import state_problem
 from polyphase.engine.strategies.pipeline.reachable_state import Walk
 from polyphase.engine.strategies.pipeline.remote_values import CutError
 

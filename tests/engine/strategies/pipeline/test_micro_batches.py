@@ -5,8 +5,12 @@ import torch
 from torch import nn
 
 from polyphase.engine.strategies.pipeline.attribute_writes import WriteRecorder
-from polyphase.engine.strategies.pipeline.batches import split_batch
-from polyphase.engine.strategies.pipeline.micro_batches import batch_norm_warning, buffers_warning, loss_warning
+from polyphase.engine.strategies.pipeline.micro_batches import (
+    batch_norm_warning,
+    buffers_warning,
+    loss_warning,
+    split_batch,
+)
 
 from .relay import Relay
 
