@@ -20,7 +20,7 @@ import re
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, ClassVar
 from urllib.parse import urlparse
 from urllib.request import url2pathname
@@ -32,7 +32,9 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from .._compat.lightning import _convert_params, _flatten_dict
 from ..checkpoint.checked_io import Files, absolute, is_plain_name, resolve
-from ..checkpoint.manifest import find
+from ..checkpoint.folder_index import FolderIndex
+from ..checkpoint.manifest import CheckpointError, read_manifest
+from ..checkpoint.retention import list_entries
 from ..checkpoint.run_record import read_record, replace_file
 from ..distributed.environment import restart_count
 
@@ -533,9 +535,9 @@ class LogContinuation:
                     raise ValueError("the log has no mark of this run")
                 kind.take_back(logger, kind.checked(entry.get("position")), step)
             except (OSError, ValueError) as error:
-                rank_zero_warn(f"{name} continues in {newest['id']!r}, whose points after step {step} stay: {error}.")
+                rank_zero_warn(f"{_shown(logger, newest)}, whose points after step {step} stay: {error}.")
             else:
-                rank_zero_info(f"{name} continues in {newest['id']!r} after step {step}; later points are repeated.")
+                rank_zero_info(f"{_shown(logger, newest)} after step {step}; later points are repeated.")
 
     def note(self, logger: Any, metrics: dict[str, Any], step: int) -> None:
         """Called after `metrics` were logged."""
@@ -579,9 +581,12 @@ def _owner(run: str, folder: str) -> str:
 
 def _said_in(folder: str, root: str) -> tuple[str, list[dict[str, Any]]]:
     """Returns the run that saves into `folder` and its loggers' entries, from its newest snapshot or its record."""
-    for _, manifest in find(folder):
-        if manifest.kind != "weights":
-            return manifest.run, list(manifest.loggers)
+    fs, place = resolve(folder)
+    for entry in list_entries(folder, FolderIndex(folder)) if fs.isdir(place) else []:
+        if entry.manifest is not None and entry.manifest.kind != "weights":
+            with suppress(CheckpointError):  # the index may speak of a file that can't be read any more
+                manifest = read_manifest(entry.path)
+                return manifest.run, list(manifest.loggers)
     record = read_record(folder, root)
     return ("", []) if record is None or record.has_saved else (record.run, list(record.loggers))
 
@@ -592,3 +597,9 @@ def _taken_from(entries: list[dict[str, Any]], name: str, place: dict[str, Any])
         if entry.get("class") == name and entry.get("place") == place:
             return entries.pop(number)
     return None
+
+
+def _shown(logger: Any, entry: dict[str, Any]) -> str:
+    """``"TensorBoardLogger continues in lightning_logs/version_0"``."""
+    public = next(kind.__name__ for kind in type(logger).__mro__ if not kind.__name__.startswith("_"))
+    return f"{public} continues in {logger.log_dir or repr(entry['id'])}"
