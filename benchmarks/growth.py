@@ -240,7 +240,7 @@ def saved(who: str, num_tensors: int, num_bytes: int, folder: Path) -> None:
         start_s = time.monotonic()
         rest = save()
         stalls.append(time.monotonic() - start_s)
-        if rest is not None:
+        if callable(rest):
             rest()
 
     save_s, save_mb, _ = peak_of(whole)
