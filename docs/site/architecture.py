@@ -73,7 +73,7 @@ CHECKPOINT: Sequence[Stop] = (
     (
         "The state is collected",
         "weights, optimizer, loops; of each rank: random state, position in the data",
-        "engine/resume/saving.py",
+        "engine/resume/run_state.py",
     ),
     ("Tensors are copied to host memory", "a step waits only for this copy", "engine/checkpoint/saver.py"),
     ("Each rank writes its shards", "in a directory beside the final name", "engine/checkpoint/dcp_storage.py"),

@@ -87,7 +87,7 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
             self.data_position.begin()
             prepared = self._prepare_training(dataloader)
             tell_batch_sampler(prepared, self.data_position.epoch)
-            self.trainer._checkpoint_connector.seed_rank_stream()
+            self.trainer._checkpoint_connector.run_state.random.seed_rank_stream()
             self.data_position.resume(prepared)
             return prepared
         prepared = self._prepare_evaluation(dataloader, mode)

@@ -1,19 +1,27 @@
-"""The trainer's connector that loads checkpoints, in place of Lightning's, under every strategy.
+"""The trainer's connector that saves and loads checkpoints, in place of Lightning's, under every strategy.
 
-It loads the engine's checkpoints and Lightning's own files. `saving` has the part that saves.
+Lightning's dict is kept, with everything that hooks add. The key ``polyphase`` has what Lightning does not save, such
+as each rank's random state and position in the data: see `run_state.py`. If rank 0 has the whole state, the strategy
+writes one file, as under Lightning. If the state is sharded, and for snapshots, the ranks write a directory, each its
+own shards. Loaded are the engine's checkpoints and Lightning's own files.
+
+A resumption goes, in this order, through `resume_start`, which checks and opens the checkpoint; `restore_model`;
+`restore_callbacks`; `restore_loops`, with the place in the data; `restore_training_state`, with optimizers, schedulers
+and the strategy's state; and, before the first batch, `restore_random_state`.
 """
 
 import os
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable
 from functools import partial
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from fsspec.implementations.local import LocalFileSystem
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import __version__ as lightning_version
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import DoublePrecision
+from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.strategies import Strategy
 
 # Lightning: how the hooks of a module are called.
@@ -21,50 +29,301 @@ from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from .._compat.lightning import _CheckpointConnector
 from ..checkpoint import (
     NAMES,
+    AsyncCheckpointer,
     CheckpointError,
     by_name,
     by_number,
     is_checkpoint,
     is_directory,
     read_manifest,
-    seed_rank_stream,
-    set_random_state,
     to_lightning,
 )
-from ..checkpoint.checked_io import resolve
-from ..checkpoint.manifest import damage
-from ..checkpoint.run_record import RunRecord
-from ..checkpoint.single_file import OURS
-from ..checkpoint.state_tree import mapped
-from ..checkpoint.whole import names_in, part_of
-from ..compression import reshard_residuals
+from ..checkpoint.engine_io import EngineIO
+from ..checkpoint.manifest import Kind, Manifest, check_may_replace, damage, manifest_bytes
+from ..checkpoint.publish import update_link
+from ..checkpoint.single_file import MANIFEST_KEY, MOST_TEXT_BYTES, OURS
+from ..checkpoint.state_tree import all_by_name, mapped, merged
+from ..checkpoint.whole import names_in, part_of, structures_in
 from ..distributed.environment import restart_count
 from ..distributed.object_group import num_ranks
+from ..flags import CheckpointFormat
 from ..initialization import check_stored, has_meta_tensors, materialize, read_stored
+from ..loggers.continuation import LogContinuation
+from ..reliability.nonfinite import NonFiniteError
 from ..strategies import adapt, capabilities_of
-from ..strategies.averages import begin_averages, has_own_schedule
-from .run_history import AUTO, FRESH, Seen, check_may_start_afresh
-from .saving import STRATEGY, SavingConnector
+from ..strategies.averages import begin_averages, follow_until_first_update, has_own_schedule, module_states
+from ..version import __version__
+from .run_history import AUTO, FRESH, RunHistory, Seen, check_may_start_afresh, forget_others, others_of
+from .run_state import STRATEGY, RunState, end_last_epoch, layout_of, to_last_step
 
-__all__ = ["CheckpointConnector", "matching_accumulation", "to_last_step", "with_samples"]
+__all__ = ["CheckpointConnector"]
 
 
-class CheckpointConnector(SavingConnector):  # Lightning: Trainer._checkpoint_connector
-    """Loads the checkpoints of a `SavingConnector`, and of Lightning."""
+class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoint_connector
+    """Saves a directory in place of a file if the state is sharded; loads either, and Lightning's files.
 
+    Args:
+        trainer: the trainer with the state.
+        form: ``"file"``, ``"directory"``, or ``"auto"``: a directory if the state is sharded.
+        in_background: save snapshots while training continues.
+        keeps_global_batch: change the accumulation to keep the global batch, if a different number of ranks resumes.
+    """
+
+    trainer: Any
+    is_ending = False
+    """Whether the run has failed: then all saves are in the foreground."""
+    state_of_workers: dict[str, Any] | None = None
+    """The entry `OURS` of the workers that this process has started, as they ended; None if they did not train."""
+    _hands_out_shards = False
+    """Whether a directory is being saved: then state dicts have each rank's own shards."""
     _engine_state: dict[str, Any]
     """The engine's own entry of the checkpoint that was opened, under the key `OURS`."""
     _saved_names: list[list[str]] | None = None
     """The parameter names of each optimizer in the opened checkpoint; None if it has no names."""
 
+    def __init__(
+        self, trainer: Trainer, *, in_background: bool, keeps_global_batch: bool, form: CheckpointFormat = "auto"
+    ) -> None:
+        super().__init__(trainer)
+        self.saver = AsyncCheckpointer()
+        self.run_state = RunState(trainer, keeps_global_batch=keeps_global_batch)
+        self.history = RunHistory(trainer, self.saver)
+        """The identity of this run."""
+        self.logs = LogContinuation(trainer)
+        """Continues the logs of the run."""
+        self._in_background = in_background
+        self._form = form
+        strategy: Any = trainer.strategy
+        self._strategy = adapt(strategy)
+        self._capabilities = capabilities_of(strategy)
+        # A user's CheckpointIO, and Lightning's strategies with another format, keep their formats.
+        self.is_portable = (
+            trainer._accelerator_connector.checkpoint_io is None  # Lightning: the user's plugin
+            # Lightning: the plugin of a registered strategy; XLA's strategies refuse other plugins.
+            and type(strategy._checkpoint_io) in (type(None), TorchCheckpointIO)
+            and type(strategy).checkpoint_io is Strategy.checkpoint_io
+            and self._capabilities.engine_checkpoints
+        )
+        if form == "directory" and not self.is_portable:
+            raise ValueError(
+                "checkpoint_format='directory' is for checkpoints that the engine writes itself: leave it out with a"
+                " CheckpointIO of your own, or a strategy that has a format of its own."
+            )
+        if form == "file" and self._is_sharded and not self._capabilities.gathers_state:
+            raise ValueError(
+                f"checkpoint_format='file' is not for strategy {strategy!r}, whose optimizer state no process gathers:"
+                " leave it out, and convert a directory to a file with `polyphase ckpt export`."
+            )
+        if self.is_portable:
+            strategy.checkpoint_io = EngineIO(self.saver)
+            self.saver.ranks = self._strategy.saving_ranks
+
+    # --- saving
+
+    def save(
+        self,
+        filepath: Any,
+        weights_only: bool | None = None,
+        storage_options: Any = None,
+        *,
+        link: str | None = None,
+        kind: Kind = "checkpoint",
+    ) -> None:
+        """Saves the state of the run; all ranks call it at the same time.
+
+        If the run has failed already, a save that fails is a warning: the first error is what counts.
+
+        Raises:
+            TypeError: `storage_options` were passed, which only a user's `CheckpointIO` can use.
+            CheckpointError: `filepath` exists, and is not a checkpoint of the engine's.
+            NonFiniteError: the run has had a loss or gradient that is not finite.
+        """
+        path, as_directory = str(filepath), self._is_directory(kind)
+        if as_directory and storage_options is not None:
+            raise TypeError(
+                "`save_checkpoint(storage_options=...)` is for a `CheckpointIO` of your own, given as a plugin; without"
+                " one, name the storage by an fsspec URL as the path."
+            )
+        try:
+            is_saved = self._may_save(path)
+            if is_saved:
+                self._write(filepath, weights_only, storage_options, link, kind)
+        except Exception as error:
+            if not self.is_ending:
+                raise
+            is_saved = False
+            rank_zero_warn(f"{path} is not saved: {type(error).__name__}: {error}")
+        if not is_saved:
+            self.saver.has_failed = True  # nothing is removed in its favour
+
+    def _write(
+        self, filepath: Any, weights_only: bool | None, storage_options: Any, link: str | None, kind: Kind
+    ) -> None:
+        path, as_directory = str(filepath), self._is_directory(kind)
+        self._strategy.hands_out_shards = self._hands_out_shards = as_directory
+        try:
+            checkpoint = self.dump_checkpoint(bool(weights_only))
+        finally:
+            self._hands_out_shards = False
+        about = self._about("weights" if weights_only else kind, checkpoint)
+        if as_directory:
+            self._save_directory(checkpoint, path, about, link=link, in_background=kind == "snapshot")
+        else:
+            self._save_file(checkpoint, filepath, about, storage_options)
+            if link is not None and self.trainer.is_global_zero and (note := update_link(path, link)):
+                rank_zero_warn(note)
+
+    def _is_directory(self, kind: Kind) -> bool:
+        # Workers have returned whole weights to the process that has started them.
+        is_sharded = self._is_sharded and (not self._has_workers or self.state_of_workers is None)
+        return kind == "snapshot" or self._form == "directory" or (self._form == "auto" and is_sharded)
+
+    def _about(self, kind: Kind, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """Returns the content of the manifest."""
+        return {
+            "step": checkpoint["global_step"],
+            "epoch": checkpoint["epoch"],
+            "layout": layout_of(self.trainer),
+            "world_size": self.trainer.world_size,
+            "versions": {"polyphase": __version__, "lightning": lightning_version, "torch": str(torch.__version__)},
+            "kind": kind,
+            "loggers": self.logs.positions() if OURS in checkpoint else [],
+            **self.history.about(),
+        }
+
+    def _save_file(
+        self, checkpoint: dict[str, Any], filepath: Any, about: dict[str, Any], storage_options: Any
+    ) -> None:
+        """Saves by the strategy, as Lightning does; if it fails on one rank, all ranks raise."""
+        path = str(filepath)
+        name = path.rstrip("/").rsplit("/", 1)[-1]
+        engine_state = checkpoint.pop(OURS, {})  # moved to the end: see `manifest_text`
+        states = checkpoint.get("optimizer_states", [])
+        if len(states) == len(self.trainer.optimizers) and all(map(_goes_by_number, states)):
+            engine_state[NAMES] = [self._names(optimizer) for optimizer in self.trainer.optimizers] if states else []
+        checkpoint[OURS] = engine_state
+        manifest = Manifest(name=name, time=time.time(), files={}, structures=structures_in(checkpoint), **about)
+        text = self.saver.agree(lambda: manifest_bytes(manifest, MOST_TEXT_BYTES).decode())
+        checkpoint[OURS] = {**engine_state, MANIFEST_KEY: text}
+        error: Exception | None = None
+        try:
+            self.trainer.strategy.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+        except Exception as raised:
+            error = raised
+        failures = self.saver.gather(None if error is None else f"{type(error).__name__}: {error}")
+        if error is not None:
+            raise error
+        failed = [f"rank {rank} could not write: {text}" for rank, text in enumerate(failures) if text is not None]
+        if failed:
+            raise CheckpointError(f"The checkpoint {path} could not be saved: {'; '.join(failed)}.")
+        self.saver.note_file(path, text)
+
+    def _save_directory(
+        self, checkpoint: dict[str, Any], path: str, about: dict[str, Any], *, link: str | None, in_background: bool
+    ) -> None:
+        trainer = self.trainer
+        if trainer.data_rank:  # ranks have different BatchNorm statistics; the first rank's are saved and evaluated
+            _leave_out(checkpoint, dict(trainer.lightning_module.named_buffers()))
+        if "optimizer_states" in checkpoint:
+            names = [self._names(optimizer) for optimizer in trainer.optimizers]
+            checkpoint["optimizer_states"] = all_by_name(checkpoint["optimizer_states"], names)
+        fitting = OURS in checkpoint
+        self.saver.save(
+            checkpoint,
+            path,
+            about=about,
+            of_rank=self.run_state.of_rank() if fitting else {},
+            link=link,
+            in_background=in_background and self._in_background and self._is_training,
+            spread=frozenset({"optimizer_states"} if self._state_is_spread else ()),
+        )
+
+    def _may_save(self, path: str) -> bool:
+        """Whether all values are finite and `path` may be written; one all-gather, so that all ranks agree.
+
+        If the run has failed already, it warns and returns False instead of raising: the first error is what counts.
+        """
+        trainer = self.trainer
+        watch = trainer.fit_loop.epoch_loop.automatic_optimization.watch
+        poison = watch.read_before_save(trainer) if trainer.state.fn == TrainerFn.FITTING else None
+        taken = ""
+        if trainer.is_global_zero:
+            try:
+                check_may_replace(path)
+            except CheckpointError as error:
+                taken = str(error)
+        of_ranks = self.saver.gather(("" if poison is None else str(poison), taken))
+        poisons = [text for text, _ in of_ranks if text]
+        taken = next((text for _, text in of_ranks if text), "")
+        if not poisons and not taken:
+            return True
+        if self.is_ending or (poisons and poison is None):  # another rank is about to raise it
+            rank_zero_warn(f"{path} is not saved: {poisons[0] if poisons else taken}")
+            return False
+        if poison is not None:
+            raise NonFiniteError(f"{path} is not saved: {poison}", poison.rank)
+        raise CheckpointError(taken)
+
+    def dump_checkpoint(self, weights_only: bool | None = None) -> dict[str, Any]:
+        """Returns Lightning's dict, with the engine's own state under `OURS`; called by all ranks."""
+        follow_until_first_update(self.trainer)
+        checkpoint = dict(super().dump_checkpoint(weights_only))  # a copy, since hooks may have kept that dict
+        trainer = self.trainer
+        if self._state_is_spread and not self._hands_out_shards and "optimizer_states" in checkpoint:
+            # Lightning: Strategy.optimizer_state has returned only this rank's part.
+            checkpoint["optimizer_states"] = self._collected(checkpoint["optimizer_states"])
+        if self._hands_out_shards:
+            current: dict[str, Any] = checkpoint.get("current_model_state") or checkpoint["state_dict"]
+            _leave_out(checkpoint, [name for name, value in current.items() if getattr(value, "is_meta", False)])
+        elif self._is_sharded:  # what callbacks save of parameters
+            checkpoint = mapped(self._gathered, checkpoint, DTensor)
+        if weights_only or trainer.state.fn != TrainerFn.FITTING:
+            return checkpoint
+        if not self._has_workers:
+            checkpoint[OURS] = self._engine_state_to_save()
+        elif self.state_of_workers is not None and not self._hands_out_shards:
+            checkpoint[OURS] = dict(self.state_of_workers)
+        return checkpoint
+
+    def _gathered(self, shards: DTensor) -> Tensor:
+        """Returns the whole tensor on rank 0, in host memory, and no values on the others."""
+        on_device: Any = shards.to(self.trainer.strategy.root_device)
+        whole = on_device.full_tensor()
+        return whole.cpu() if self.trainer.is_global_zero else whole.new_empty(0)
+
+    def state_for_parent(self) -> dict[str, Any] | None:
+        """Returns the engine's own state for the process that has started the workers, which all call it at the end."""
+        if self.trainer.state.fn != TrainerFn.FITTING or not self.is_portable:
+            return None
+        state = self._engine_state_to_save()
+        del state["optimizers"]  # the parent has not their state
+        return state
+
+    def _engine_state_to_save(self) -> dict[str, Any]:
+        """Returns the engine's own state; called by all ranks."""
+        state = {**self.run_state.shared(), "run": self.history.run.as_dict()}
+        if not self._hands_out_shards:
+            state["ranks"] = self.saver.collect(self.run_state.of_rank())
+        return state
+
+    def _collected(self, states: list[Any]) -> list[Any]:
+        """Returns, on rank 0, the optimizers' states merged over all ranks."""
+        all_states = self.saver.collect(states)
+        return merged(all_states) if self.trainer.is_global_zero else states
+
+    # --- loading
+
     def begin(self) -> None:
         """Resets the state of the last run; called when the trainer begins to run."""
-        self.is_ending = self._draws_alone = self.saver.has_failed = False
+        self.is_ending = self.saver.has_failed = False
         self.state_of_workers = None
+        self.run_state.random.begin_run()
 
     def resume_start(self, checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
         """Checks all files of a checkpoint and opens it; does not change the module yet."""
@@ -98,15 +357,7 @@ class CheckpointConnector(SavingConnector):  # Lightning: Trainer._checkpoint_co
         # Lightning's own files have no run id; they can be continued nevertheless.
         continues = self._engine_state.get("run") or ({} if self._loaded_checkpoint else None)
         self.history.begin(continues, is_same=is_same)
-        self.history.record(
-            {
-                "accumulate_grad_batches": trainer.accumulate_grad_batches,
-                "accumulation_asked": self._accumulation_asked,
-                "world_size": trainer.world_size,
-                "layout": self._layout,
-            },
-            self.logs.positions(),
-        )
+        self.history.record(self.run_state.global_batch.shared(), self.logs.positions())
         self.logs.mark(self.history.run.id)
 
     def restore_callbacks(self) -> None:
@@ -117,7 +368,7 @@ class CheckpointConnector(SavingConnector):  # Lightning: Trainer._checkpoint_co
         lineage = (self._engine_state.get("run") or {}).get("lineage", ())
         for callback in self.trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint):
-                _forget_others(callback, self.saver.agree(partial(_others, callback, lineage)))
+                forget_others(callback, self.saver.agree(partial(others_of, callback, lineage)))
 
     def _open_file(self, path: Any, weights_only: bool | None) -> None:
         """Opens a single-file checkpoint through the strategy, as Lightning does; each rank keeps only its own part."""
@@ -143,7 +394,7 @@ class CheckpointConnector(SavingConnector):  # Lightning: Trainer._checkpoint_co
         else:
             self._loaded_checkpoint = part_of(
                 self._loaded_checkpoint,
-                _TargetTensors(self.trainer.lightning_module, self._keeps_state_of),
+                _TargetTensors(self.trainer.lightning_module, self._strategy.keeps_state_of),
                 rank=self.trainer.global_rank,
                 needs_optimizers=self.trainer.state.fn == TrainerFn.FITTING,
             )
@@ -159,10 +410,15 @@ class CheckpointConnector(SavingConnector):  # Lightning: Trainer._checkpoint_co
                 " Lightning's first, with `polyphase ckpt export`."
             )
         needless = () if trainer.state.fn == TrainerFn.FITTING else ("optimizer_states",)
-        template = _TargetTensors(trainer.lightning_module, self._keeps_state_of)
+        template = _TargetTensors(trainer.lightning_module, self._strategy.keeps_state_of)
         self._loaded_checkpoint = to_lightning(
             self.saver.load(
-                path, template, leave_out=needless, weights_only=weights_only, layout=self._layout, own=(STRATEGY,)
+                path,
+                template,
+                leave_out=needless,
+                weights_only=weights_only,
+                layout=layout_of(self.trainer),
+                own=(STRATEGY,),
             )
         )
         self._ckpt_path = path
@@ -202,15 +458,9 @@ class CheckpointConnector(SavingConnector):  # Lightning: Trainer._checkpoint_co
             failures = []
         if how == AUTO:
             check_may_start_afresh(folder, seen, failures)
-            self._keep_global_batch(seen.record)
+            if seen.record is not None:  # the same run was stopped before it saved a checkpoint
+                self.run_state.global_batch.restore(seen.record.batches)
         return False
-
-    def _keep_global_batch(self, record: RunRecord | None) -> None:
-        """Keeps the global batch of the same run, if it was stopped before it saved a checkpoint."""
-        if record is not None and self._keeps_global_batch:
-            trainer = self.trainer
-            asked = self._accumulation_asked
-            trainer.accumulate_grad_batches = matching_accumulation(asked, trainer.data_size, record.batches)
 
     # Lightning: _CheckpointConnector._parse_ckpt_path, called before the other processes start.
     def _parse_ckpt_path(self, state_fn: TrainerFn, ckpt_path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -248,81 +498,23 @@ class CheckpointConnector(SavingConnector):  # Lightning: Trainer._checkpoint_co
 
     def restore_loops(self) -> None:
         """Restores the loops' progress, and keeps the state that is restored when the training data is prepared."""
-        engine_state = self._engine_state
-        if "batches" not in engine_state or self.trainer.state.fn != TrainerFn.FITTING:
-            if self._loaded_checkpoint and self.trainer.state.fn == TrainerFn.FITTING:
-                _end_last_epoch(self._loaded_checkpoint["loops"]["fit_loop"], self.trainer.fit_loop.max_epochs)
+        saved, fit_loop = self._engine_state, self.trainer.fit_loop
+        is_fit = self.trainer.state.fn == TrainerFn.FITTING
+        if not is_fit or "batches" not in saved:
+            if self._loaded_checkpoint and is_fit:
+                end_last_epoch(self._loaded_checkpoint["loops"]["fit_loop"], fit_loop.max_epochs)
             super().restore_loops()
             return
-        pending = to_last_step(self._loaded_checkpoint["loops"]["fit_loop"], engine_state)
+        pending = to_last_step(self._loaded_checkpoint["loops"]["fit_loop"], saved)
         super().restore_loops()
-        ranks, trainer = engine_state["ranks"], self.trainer
-        if self._keeps_global_batch:
-            asked = self._accumulation_asked
-            trainer.accumulate_grad_batches = matching_accumulation(asked, trainer.data_size, engine_state)
-        trainer.fit_loop.epoch_loop.pending_batch_work = pending
-        data_position, fit_loop = trainer._data_connector.data_position, trainer.fit_loop
-        fit_loop.loaders_made_in_epoch = engine_state["loaders_of_epoch"]
-        fit_loop.resumes_between_epochs = engine_state["between_epochs"]
-        fit_loop.epoch_loop.val_loop.loaders_made_in_epoch = engine_state["validation_loaders_of_epoch"]
-        # A hook makes new loaders, without the state of the former ones; a loader that was passed to `fit` stays.
-        are_new = engine_state["between_epochs"] and fit_loop.needs_new_loaders and fit_loop._data_source.is_module()
-        states = [ranks[rank]["data"] for rank in with_samples(engine_state)]
-        self.knows_data_position = data_position.load_state_dict(states, are_new=are_new)
-        fit_loop.has_restored_position = True
-        self._restore_compression([rank["compression"] for rank in ranks], engine_state["layout"])
-        drawing, data_rank = with_samples(engine_state), trainer.data_rank
-        if engine_state["layout"] == self._layout:
-            self._random_state = ranks[trainer.global_rank]["random"]
-        else:  # ranks that share samples have the same random state
-            self._random_state = ranks[drawing[data_rank]]["random"] if data_rank < len(drawing) else None
-        if len(ranks) != trainer.world_size:
-            rank_zero_info(
-                f"The checkpoint has the random state of {len(ranks)} rank(s), this run has {trainer.world_size}:"
-                " dropout and the like will draw other numbers than an uninterrupted run's."
-            )
-
-    def _restore_compression(self, states: list[dict[str, Any]], saved_layout: dict[str, int]) -> None:
-        """Restores the residuals of each rank's comm hook; with another layout, each rank gets the mean of all."""
-        trainer = self.trainer
-        hook = adapt(trainer.strategy).comm_hook
-        unsent = any(state.get("residuals") for state in states)
-        if hook is None or not states[0]:
-            if unsent:
-                rank_zero_warn("The checkpoint was saved under another `compression`: the unsent residuals are lost.")
-            return
-        if (quantity := states[0].get("of", hook.quantity)) != hook.quantity:
-            if unsent:
-                rank_zero_warn(
-                    f"The checkpoint was saved under a strategy that averages {quantity}s, this one averages"
-                    f" {hook.quantity}s, of another size: the unsent residuals are lost."
-                )
-            return
-        layout = trainer.layout
-        hook_state = states[min(trainer.global_rank, len(states) - 1)]
-        if len(states) != trainer.world_size or saved_layout.get("shard", 1) != layout.shard:
-            rank_zero_info(
-                f"The unsent residuals of {len(states)} rank(s) are redistributed to {trainer.world_size}: each gets"
-                " the mean, so the pending update of the weights stays the same."
-            )
-            shares = reshard_residuals(
-                [state.get("residuals", {}) for state in states],
-                {name: parameter.shape for name, parameter in trainer.lightning_module.named_parameters()},
-                saved_shards=saved_layout.get("shard", 1),
-                shards=layout.shard,
-                rank=trainer.global_rank,
-            )
-            hook_state = {**states[0], "residuals": shares}
-        hook.load_state_dict(hook_state)
+        fit_loop.epoch_loop.pending_batch_work = pending
+        self.run_state.restore_with_loops(saved)
 
     def restore_training_state(self) -> None:
         """Restores what training changes; called when the module and its optimizers are there, also by new runs."""
-        trainer, trained = self.trainer, self.trained_parameters
-        if trainer.state.fn == TrainerFn.FITTING:
-            saved = self._engine_state.get("trained", {}) if self._loaded_checkpoint else {}
-            trained.begin(trainer.lightning_module, trainer.optimizers, saved)
-            trained.restore_flags(trainer.lightning_module)
-            begin_averages(trainer)
+        if self.trainer.state.fn == TrainerFn.FITTING:
+            self.run_state.trained.restore(self._engine_state.get("trained", {}) if self._loaded_checkpoint else {})
+            begin_averages(self.trainer)
         super().restore_training_state()
 
     def restore_optimizers_and_schedulers(self) -> None:
@@ -330,7 +522,7 @@ class CheckpointConnector(SavingConnector):  # Lightning: Trainer._checkpoint_co
         super().restore_optimizers_and_schedulers()
         if self._is_ours and self._is_sharded and not self.trainer.strategy.lightning_restore_optimizer:
             self.restore_optimizers()
-        self._restore_strategy()
+        self.run_state.strategy.restore(self._engine_state)
 
     def restore_lr_schedulers(self) -> None:
         """Restores schedulers, but for that of `StochasticWeightAveraging`, which takes the place of the module's."""
@@ -338,14 +530,6 @@ class CheckpointConnector(SavingConnector):  # Lightning: Trainer._checkpoint_co
             # Lightning: the callback does this in `on_fit_start`, before which it has its state under some strategies.
             self.trainer.lr_scheduler_configs.clear()
         super().restore_lr_schedulers()
-
-    def _restore_strategy(self) -> None:
-        engine_state, trainer = self._engine_state, self.trainer
-        if STRATEGY not in engine_state:
-            return
-        is_same = (engine_state["world_size"], engine_state["layout"]) == (trainer.world_size, self._layout)
-        of_rank = engine_state["ranks"][trainer.global_rank][STRATEGY] if is_same else {}
-        adapt(trainer.strategy).load_state(engine_state[STRATEGY], of_rank)
 
     def restore_optimizers(self) -> None:
         """Restores the optimizers' state by the names of their parameters.
@@ -372,10 +556,9 @@ class CheckpointConnector(SavingConnector):  # Lightning: Trainer._checkpoint_co
             )
             return
         states = []
-        module, trained = self.trainer.lightning_module, self.trained_parameters
         for number, (optimizer, state, names) in enumerate(zip(optimizers, saved, self._saved_names, strict=True)):
             named = by_name(state, names)
-            trained.restore_groups(module, number, optimizer, named["param_groups"])
+            self.run_state.trained.restore_groups(number, optimizer, named["param_groups"])
             named["state"] = {name: values for name, values in named["state"].items() if not _is_elsewhere(values)}
             states.append(_in_order_of(named, optimizer, self._names(optimizer)))
         if self._is_sharded or self._state_is_spread:
@@ -387,58 +570,67 @@ class CheckpointConnector(SavingConnector):  # Lightning: Trainer._checkpoint_co
     def resume_end(self) -> None:
         """Ends the restoring; called by Lightning."""
         super().resume_end()
-        if self._between_epochs:
+        if self.run_state.place.is_between_epochs:
             self.restore_random_state()  # the next epoch's loader draws from it
 
     def restore_random_state(self) -> None:
         """Sets the random state of the checkpoint, once; called before the first batch."""
-        if self._random_state is not None:
-            set_random_state(self._random_state)
-            self._random_state = None
+        self.run_state.random.set()
 
-    def seed_rank_stream(self) -> None:
-        """Gives this rank its own random stream; called before the iterator of its data seeds its workers."""
-        if not self._draws_alone:
-            self._draws_alone = True
-            seed_rank_stream(self.trainer.data_rank)  # ranks that share samples draw the same numbers
+    @property
+    def knows_data_position(self) -> bool:
+        """Whether the checkpoint that was opened has the position in the data."""
+        return self.run_state.place.is_known
+
+    # --- what is saved, and how
 
     @property
     def _is_ours(self) -> bool:
         return self.is_portable and self._saved_names is not None
 
+    @property
+    def _is_sharded(self) -> bool:
+        return self._capabilities.state_is_sharded
 
-def _others(callback: ModelCheckpoint, lineage: Sequence[str]) -> dict[str, str]:
-    """Returns the paths in the restored state that the callback must not remove, each with the reason."""
-    paths = {callback.best_model_path, callback.kth_best_model_path, callback.last_model_path, *callback.best_k_models}
-    folder = str(callback.dirpath)
-    return {path: reason for path in sorted(paths - {""}) if (reason := _not_its_own(path, folder, lineage))}
+    @property
+    def _state_is_spread(self) -> bool:
+        return self._capabilities.optimizer_state_partitioned
+
+    @property
+    def _is_training(self) -> bool:
+        """Whether training continues after this save, so that a snapshot may be written in the background."""
+        trainer = self.trainer
+        fits = trainer.state.fn == TrainerFn.FITTING and (trainer.training or trainer.validating)
+        return fits and not self.is_ending
+
+    @property
+    def _has_workers(self) -> bool:
+        """Whether this process has started worker processes: it has not trained itself, and has the weights only."""
+        return num_ranks() == 1 < self.trainer.world_size
+
+    def _get_lightning_module_state_dict(self) -> dict[str, Tensor]:
+        # Lightning: _CheckpointConnector._get_lightning_module_state_dict, where a strategy gathers shards.
+        if self._hands_out_shards:
+            return self._strategy.saved_state(self.trainer.lightning_module)
+        return super()._get_lightning_module_state_dict()
+
+    def _names(self, optimizer: Optimizer) -> list[str]:
+        """Returns the names of an optimizer's parameters, in the order of its groups."""
+        names = {parameter: name for name, parameter in self.trainer.lightning_module.named_parameters()}
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        return [names.get(parameter, f"<parameter {i}>") for i, parameter in enumerate(parameters)]
 
 
-def _not_its_own(path: str, folder: str, lineage: Sequence[str]) -> str:
-    """Returns the reason why a run must not remove the checkpoint `path` from `folder`; "" if it may."""
-    fs, fs_path = resolve(path)
-    if isinstance(fs, LocalFileSystem):
-        if Path(folder).absolute() not in Path(path).absolute().parents:
-            return ""  # Lightning: ModelCheckpoint._should_remove_checkpoint; it does not resolve ".." and links
-        is_inside = Path(folder).resolve() in Path(fs_path).resolve().parents
-    else:
-        is_inside = path.startswith(f"{folder.rstrip('/')}/") and ".." not in path.split("/")
-    if not is_inside:
-        return f"is not in its folder {folder}"
-    try:
-        manifest = read_manifest(path) if is_checkpoint(path) else None
-    except CheckpointError:
-        return ""
-    return "" if manifest is None or manifest.run in lineage else f"was saved by another run ({manifest.run})"
+def _leave_out(checkpoint: dict[str, Any], names: Iterable[str]) -> None:
+    """Leaves tensors of the module, and of its averages, to the rank that saves them."""
+    for state in module_states(checkpoint):
+        for name in state.keys() & set(names):
+            state[name] = state[name].to("meta")
 
 
-def _forget_others(callback: ModelCheckpoint, others: dict[str, str]) -> None:
-    for path, reason in others.items():
-        rank_zero_warn(f"The checkpoint names {path} for ModelCheckpoint, but it {reason}: it is never removed.")
-        callback.best_k_models.pop(path, None)
-    for name in ("best_model_path", "kth_best_model_path", "last_model_path"):
-        if getattr(callback, name) in others:
-            setattr(callback, name, "")
+def _goes_by_number(state: Any) -> bool:
+    """Whether an optimizer's state has torch's format, in which parameters have numbers."""
+    return type(state) is dict and type(state.get("state")) is dict and "param_groups" in state
 
 
 def _is_elsewhere(state: dict[str, Any]) -> bool:
@@ -449,64 +641,6 @@ def _is_elsewhere(state: dict[str, Any]) -> bool:
 def _is_foreign(path: Any) -> bool:
     """Whether `path` is a folder that neither the engine nor Lightning has written."""
     return os.path.isdir(path) and not os.path.exists(os.path.join(path, "meta.pt"))  # Lightning: its sharded ones
-
-
-# --- parts of a saved state
-# Adapts the content of a checkpoint to the run that opens it.
-
-
-def to_last_step(loops: dict[str, Any], engine_state: dict[str, Any]) -> Literal["end", "nothing"] | None:
-    """Sets the state of Lightning's fit loop, whichever hook has saved it, to the end of the last optimizer step.
-
-    Args:
-        loops: the state, changed in place.
-        engine_state: the checkpoint's entry ``polyphase``.
-
-    Returns:
-        The work that remains for the batch of that step: ``"end"``, everything that follows a batch, such as
-        validation; ``"nothing"``; or None, if Lightning determines it.
-    """
-    progress = loops["epoch_loop.batch_progress"]
-    pending: Literal["end", "nothing"] | None = "nothing" if engine_state["between_steps"] else None
-    if engine_state["cut_short"]:
-        for epochs in loops["epoch_progress"].values():
-            epochs["processed"] = epochs["completed"] = epochs["started"] - 1
-    if engine_state["between_epochs"]:
-        _begin_next(progress)
-        for epochs in loops["epoch_progress"].values():
-            epochs["completed"] = epochs["processed"]
-    elif {*progress["current"].values()} != {engine_state["batches"]}:
-        # Batches that no optimizer step has used are trained on again.
-        pending = "end" if progress["current"]["ready"] == engine_state["batches"] else "nothing"
-        progress["is_last_batch"] &= pending == "end"
-        total = progress["total"]["ready"] - progress["current"]["ready"] + engine_state["batches"]
-        progress["current"] = dict.fromkeys(progress["current"], engine_state["batches"])
-        progress["total"] = dict.fromkeys(progress["total"], total)
-    if engine_state["in_validation"]:
-        # An interrupted validation starts again. A batch that failed counts as tried, as Lightning counts it.
-        validation = loops["epoch_loop.val_loop.batch_progress"]
-        done = validation["current"]["completed"]
-        validation["total"] = {field: count - done for field, count in validation["total"].items()}
-        _begin_next(validation)
-        pending = "end"
-    return pending
-
-
-def _end_last_epoch(loops: dict[str, Any], max_epochs: int) -> None:
-    """Has Lightning's fit loop begin an epoch, if the last one is over, in a checkpoint without the engine's state.
-
-    With `max_steps` Lightning would train on the last batch's successor, which the epoch does not have. A run that has
-    reached `max_epochs` (-1: no limit) begins none.
-    """
-    progress, epochs = loops["epoch_loop.batch_progress"], loops["epoch_progress"]["current"]
-    is_over = epochs["ready"] == epochs["processed"] == epochs["completed"] > 0
-    if is_over and progress.get("is_last_batch") and not 0 <= max_epochs <= epochs["processed"]:
-        _begin_next(progress)
-
-
-def _begin_next(progress: dict[str, Any]) -> None:
-    progress["current"] = dict.fromkeys(progress["current"], 0)
-    progress["is_last_batch"] = False
 
 
 class _TargetTensors:
@@ -566,36 +700,3 @@ def _in_order_of(state: dict[str, Any], optimizer: Optimizer, names: list[str]) 
             )
         groups.append({**saved, "params": group_names})
     return by_number({**state, "param_groups": groups}, names)
-
-
-def with_samples(engine_state: dict[str, Any]) -> range:
-    """Returns the ranks of the saved run that had different samples; of ranks with the same samples, the first."""
-    layout = engine_state["layout"]
-    num_sharing = layout.get("tp", 1) * layout.get("cp", 1)
-    return range(0, engine_state["world_size"] // layout.get("pp", 1), num_sharing)
-
-
-def matching_accumulation(asked: int, num_ranks: int, engine_state: dict[str, Any]) -> int:
-    """Returns the accumulation that gives this run the global batch of the run that saved the checkpoint.
-
-    Args:
-        asked: the value of this run's flag. If it differs from the flag of the saved run, it is returned.
-        num_ranks: number of ranks with different samples.
-        engine_state: the checkpoint's entry ``polyphase``.
-    """
-    then, per_rank = len(with_samples(engine_state)), engine_state["accumulate_grad_batches"]
-    if asked != engine_state["accumulation_asked"]:
-        return asked
-    matching, rest = divmod(per_rank * then, num_ranks)
-    if rest:
-        rank_zero_warn(
-            f"{num_ranks} rank(s) continue where {then} stopped, and no accumulation gives the same global batch:"
-            f" {per_rank * then} micro-batches per step then, {asked * num_ranks} now."
-        )
-        return asked
-    if matching != asked:
-        rank_zero_info(
-            f"{num_ranks} rank(s) continue where {then} stopped: accumulate_grad_batches={matching} in place of"
-            f" {asked} keeps the global batch."
-        )
-    return matching

@@ -554,7 +554,7 @@ class _DataDraws:
     def states(self) -> list[dict[str, Any]]:
         """Returns, for each loader, the states of the generators of its data set, by name."""
         loop = self.trainer.fit_loop.epoch_loop
-        between_epochs = self.trainer._checkpoint_connector._between_epochs
+        between_epochs = self.trainer._checkpoint_connector.run_state.place.is_between_epochs
         if self._at_step is not None and not between_epochs and loop.is_in_window:
             return self._at_step
         self._own.clear()  # a save searches the data sets for generators again

@@ -8,20 +8,23 @@ import re
 import threading
 import uuid
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from fsspec.implementations.local import LocalFileSystem
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from ..checkpoint import AsyncCheckpointer
 from ..checkpoint.checked_io import resolve
 from ..checkpoint.folder_index import FolderIndex
-from ..checkpoint.manifest import CheckpointError, Manifest, path_status
+from ..checkpoint.manifest import CheckpointError, Manifest, is_checkpoint, path_status, read_manifest
 from ..checkpoint.publish import set_aside
 from ..checkpoint.retention import Entry, list_entries
 from ..checkpoint.run_record import RunRecord, read_record, write_record
 from ..foreign import MOST
 
-__all__ = ["AUTO", "FRESH", "RunHistory", "Seen", "check_may_start_afresh"]
+__all__ = ["AUTO", "FRESH", "RunHistory", "Seen", "check_may_start_afresh", "forget_others", "others_of"]
 
 AUTO = "auto"
 """Value in place of a path: the newest checkpoint of the newest run."""
@@ -324,3 +327,46 @@ def _free_suffix(run: _RunId, entries: Sequence[Entry]) -> str:
         if not any(re.fullmatch(rf"step=\d+{suffix}", name) for name in others):
             return suffix
         number += 1
+
+
+# --- the checkpoints that a restored `ModelCheckpoint` may remove
+
+
+def others_of(callback: ModelCheckpoint, lineage: Sequence[str]) -> dict[str, str]:
+    """Returns the paths in a callback's restored state that a run must not remove, each with the reason.
+
+    Args:
+        callback: in its state are paths that a checkpoint names.
+        lineage: the ids of the run and of those that it continues.
+    """
+    paths = {callback.best_model_path, callback.kth_best_model_path, callback.last_model_path, *callback.best_k_models}
+    folder = str(callback.dirpath)
+    return {path: reason for path in sorted(paths - {""}) if (reason := _not_its_own(path, folder, lineage))}
+
+
+def _not_its_own(path: str, folder: str, lineage: Sequence[str]) -> str:
+    """Returns the reason why a run must not remove the checkpoint `path` from `folder`; "" if it may."""
+    fs, fs_path = resolve(path)
+    if isinstance(fs, LocalFileSystem):
+        if Path(folder).absolute() not in Path(path).absolute().parents:
+            return ""  # Lightning: ModelCheckpoint._should_remove_checkpoint; it does not resolve ".." and links
+        is_inside = Path(folder).resolve() in Path(fs_path).resolve().parents
+    else:
+        is_inside = path.startswith(f"{folder.rstrip('/')}/") and ".." not in path.split("/")
+    if not is_inside:
+        return f"is not in its folder {folder}"
+    try:
+        manifest = read_manifest(path) if is_checkpoint(path) else None
+    except CheckpointError:
+        return ""
+    return "" if manifest is None or manifest.run in lineage else f"was saved by another run ({manifest.run})"
+
+
+def forget_others(callback: ModelCheckpoint, others: dict[str, str]) -> None:
+    """Removes these paths from the callback's state, with a warning that has the reason."""
+    for path, reason in others.items():
+        rank_zero_warn(f"The checkpoint names {path} for ModelCheckpoint, but it {reason}: it is never removed.")
+        callback.best_k_models.pop(path, None)
+    for name in ("best_model_path", "kth_best_model_path", "last_model_path"):
+        if getattr(callback, name) in others:
+            setattr(callback, name, "")

@@ -9,9 +9,9 @@ import torch
 
 from polyphase.engine.checkpoint import AsyncCheckpointer, CheckpointError, lock, repair
 from polyphase.engine.checkpoint import publish as stores
+from polyphase.engine.checkpoint.engine_io import EngineIO
 from polyphase.engine.checkpoint.manifest import MANIFEST, is_torch_file, path_status, read_manifest
 from polyphase.engine.checkpoint.publish import begin, publish, remove
-from polyphase.engine.resume.saving import EngineIO
 
 from .sample_checkpoints import about, content, is_whole, manifest, rank_state, save, seal
 

@@ -16,10 +16,10 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from polyphase.engine import Engine
 from polyphase.engine.checkpoint import AsyncCheckpointer, CheckpointError, is_checkpoint, read_manifest, repair
+from polyphase.engine.checkpoint.engine_io import EngineIO
 from polyphase.engine.checkpoint.retention import list_entries, prune
 from polyphase.engine.checkpoint.single_file import manifest_text, wrong_in
 from polyphase.engine.checkpoint.whole import write_file
-from polyphase.engine.resume.saving import EngineIO
 
 from ..loop.stock_comparison import Small, exactly, rows, trainer_of
 from ..tiny import Regression, engine

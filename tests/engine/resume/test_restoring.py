@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from polyphase.engine.resume.checkpoint_connector import matching_accumulation, to_last_step, with_samples
+from polyphase.engine.resume.run_state import matching_accumulation, to_last_step, with_samples
 
 
 def ours(world_size: int, per_rank: int, asked: int) -> dict[str, Any]:
