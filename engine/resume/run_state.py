@@ -1,4 +1,4 @@
-"""What a run saves beside Lightning's dict: one object for each part of a run, with its save and its restore.
+"""The parts of a run that Lightning does not save: an object for each, with its save and its restore side by side.
 
 | part | all ranks share | each rank has | is restored |
 |---|---|---|---|
@@ -171,7 +171,7 @@ class _Place:
 
 
 class _Residuals:
-    """What compression has not sent yet."""
+    """The parts of gradients that compression has not sent yet."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
