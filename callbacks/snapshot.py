@@ -30,6 +30,7 @@ class Snapshot(Callback):
         keep_every_n_steps: keep snapshots whose step is a multiple of this forever; None to disable.
         monitor: name of a logged metric; the snapshot with the best value is kept as well.
         mode: whether the best value is the ``"min"`` or the ``"max"``.
+        in_background: write while training continues: a step waits until the state is copied, not until it is written.
 
     Raises:
         ValueError: an argument is out of range, or neither steps nor minutes are given.
@@ -45,6 +46,7 @@ class Snapshot(Callback):
         keep_every_n_steps: int | None = None,
         monitor: str | None = None,
         mode: Literal["min", "max"] = "min",
+        in_background: bool = True,
     ) -> None:
         for name, steps in (("every_n_steps", every_n_steps), ("keep_every_n_steps", keep_every_n_steps)):
             if steps is not None:
@@ -60,6 +62,7 @@ class Snapshot(Callback):
         self.keep_every_n_steps = keep_every_n_steps
         self.monitor = monitor
         self.mode = choose("mode", mode, ("min", "max"))
+        self.in_background = in_background
         self._best: dict[str, Any] = {}
         self._saved_step: int | None = None
         self._saved_at = 0.0
@@ -172,7 +175,7 @@ class Snapshot(Callback):
         self._saved_step, self._saved_at, self._saved_epochs = step, time.monotonic(), _epochs_done(trainer)
         path = trainer.run_history.snapshot_path(self.snapshot_folder(trainer), step)
         self._note_best(trainer, path)
-        trainer.save_checkpoint(path, link="last", kind="snapshot")
+        trainer.save_checkpoint(path, link="last", kind="snapshot", in_background=self.in_background)
         if trainer.is_global_zero:
             for old in self._superfluous(trainer.run_history.snapshots(), path):
                 trainer.remove_checkpoint(old)

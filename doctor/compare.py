@@ -40,7 +40,7 @@ _MOVES: dict[str, tuple[str, ...]] = {
     "callbacks": ("callbacks", "enable_progress_bar"),
     "logging": ("loggers", "logger", "log_every_n_steps"),
     "validation": ("val_check_interval", "check_val_every_n_epoch", "limit_val_batches"),
-    "checkpoint": ("callbacks", "async_checkpoints", "checkpoint_format", "enable_checkpointing"),
+    "checkpoint": ("callbacks", "checkpoint_format", "enable_checkpointing"),
     "engine": ("polyphase", "accumulate_grad_batches"),
 }  # fmt: skip
 """Settings that may change the time of each phase."""

@@ -84,7 +84,6 @@ class Arguments(TypedDict, total=False):
     activation_checkpointing: ActivationCheckpointing
     offload: Offload | Sequence[Offload] | None
     resume: str | Path | None
-    async_checkpoints: bool
     checkpoint_format: CheckpointFormat
     hang_timeout_s: float | None
     nonfinite: NonFinitePolicy
@@ -199,8 +198,6 @@ class EngineConfig:
     # --- checkpoints and failures
     resume: str | Path | None = None
     """Checkpoint to resume from, ``"auto"``, ``"fresh"``, or None."""
-    async_checkpoints: bool = True
-    """Whether snapshots are written while training continues."""
     checkpoint_format: CheckpointFormat = "auto"
     """Whether a checkpoint is a file or a directory."""
     hang_timeout_s: float | None = 600.0

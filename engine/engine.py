@@ -117,7 +117,6 @@ class Engine(TrainerBase):
         resume: checkpoint to resume from, if `fit` gets none. ``"auto"``: the newest undamaged one of this run, or a
             fresh start; adds a `Snapshot` callback if there is none, and keeps the global batch if the number of
             processes changes. ``"fresh"``: the same, but training starts anew even if there is a checkpoint.
-        async_checkpoints: write snapshots while training continues; a step waits until its state is copied.
         checkpoint_format: ``"auto"``: a checkpoint is a file that stock Lightning opens, or a directory if the strategy
             shards the state (fsdp, hsdp, tp, pp). ``"file"``: always a file; rank 0 gathers the shards.
             ``"directory"``: always a directory. `Snapshot` always writes directories.
@@ -207,7 +206,6 @@ class Engine(TrainerBase):
         activation_checkpointing: ActivationCheckpointing = "none",
         offload: Offload | Sequence[Offload] | None = None,
         resume: str | Path | None = None,
-        async_checkpoints: bool = True,
         checkpoint_format: CheckpointFormat = "auto",
         hang_timeout_s: float | None = 600.0,
         nonfinite: NonFinitePolicy = "warn",

@@ -200,7 +200,6 @@ ENGINE_FLAGS = (
     FlagRow("resume", "any", "checkpoint to resume from; auto: the newest of this run", "none", "auto", _SAVING),
     FlagRow("default_root_dir", "any", "folder of logs and checkpoints", ".", "runs", _SAVING),
     FlagRow("enable_checkpointing", "bool", "save a checkpoint at the end of each epoch", "true", "false", _SAVING),
-    FlagRow("async_checkpoints", "bool", "save snapshots while training continues", "true", "false", _SAVING),
     FlagRow(
         "checkpoint_format",
         "choice",

@@ -292,6 +292,7 @@ class TrainerBase(Trainer):
         *,
         link: str | None = None,
         kind: Literal["snapshot", "checkpoint"] = "checkpoint",
+        in_background: bool = False,
     ) -> None:
         """Saves the state of the run as `filepath`; all ranks call it, and the file is complete when it returns.
 
@@ -302,8 +303,8 @@ class TrainerBase(Trainer):
             weights_only: leave out the state that only training needs.
             storage_options: for a user's CheckpointIO.
             link: name of a link beside `filepath` that is to point at it.
-            kind: a ``"snapshot"`` is a directory that this run, or a run that continues it, may remove; while training
-                continues, it is written in the background.
+            kind: a ``"snapshot"`` is a directory that this run, or a run that continues it, may remove.
+            in_background: write a directory while training continues, which waits until its state is copied.
 
         Raises:
             TypeError: `storage_options` without a user's CheckpointIO.
@@ -322,7 +323,7 @@ class TrainerBase(Trainer):
             swapped_back(self),
             consolidated_weights(),
         ):
-            checkpoints.save(filepath, weights_only, storage_options, link=link, kind=kind)
+            checkpoints.save(filepath, weights_only, storage_options, link, kind, in_background)
 
 
 class CallbackConnector(_CallbackConnector):  # Lightning: Trainer._callback_connector
@@ -385,7 +386,6 @@ def _install_connectors(trainer: TrainerBase, config: EngineConfig) -> None:
     trainer._checkpoint_connector = CheckpointConnector(
         trainer,
         form=config.checkpoint_format,
-        in_background=config.async_checkpoints,
         # With a global batch size, the engine itself must split the samples.
         keeps_global_batch=config.continues_runs and config.global_batch_size is None,
     )

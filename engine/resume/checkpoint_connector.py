@@ -71,7 +71,6 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
     Args:
         trainer: the trainer with the state.
         form: ``"file"``, ``"directory"``, or ``"auto"``: a directory if the state is sharded.
-        in_background: save snapshots while training continues.
         keeps_global_batch: change the accumulation to keep the global batch, if a different number of ranks resumes.
     """
 
@@ -87,9 +86,7 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
     _saved_names: list[list[str]] | None = None
     """The parameter names of each optimizer in the opened checkpoint; None if it has no names."""
 
-    def __init__(
-        self, trainer: Trainer, *, in_background: bool, keeps_global_batch: bool, form: CheckpointFormat = "auto"
-    ) -> None:
+    def __init__(self, trainer: Trainer, *, keeps_global_batch: bool, form: CheckpointFormat = "auto") -> None:
         super().__init__(trainer)
         self.saver = AsyncCheckpointer()
         self.run_state = RunState(trainer, keeps_global_batch=keeps_global_batch)
@@ -97,7 +94,6 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
         """The identity of this run."""
         self.logs = LogContinuation(trainer)
         """Continues the logs of the run."""
-        self._in_background = in_background
         self._form = form
         strategy: Any = trainer.strategy
         self._strategy = adapt(strategy)
@@ -131,9 +127,9 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
         filepath: Any,
         weights_only: bool | None = None,
         storage_options: Any = None,
-        *,
         link: str | None = None,
         kind: Kind = "checkpoint",
+        in_background: bool = False,
     ) -> None:
         """Saves the state of the run; all ranks call it at the same time.
 
@@ -153,7 +149,7 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
         try:
             is_saved = self._may_save(path)
             if is_saved:
-                self._write(filepath, weights_only, storage_options, link, kind)
+                self._write(filepath, weights_only, storage_options, link, kind, in_background)
         except Exception as error:
             if not self.is_ending:
                 raise
@@ -163,7 +159,13 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
             self.saver.has_failed = True  # nothing is removed in its favour
 
     def _write(
-        self, filepath: Any, weights_only: bool | None, storage_options: Any, link: str | None, kind: Kind
+        self,
+        filepath: Any,
+        weights_only: bool | None,
+        storage_options: Any,
+        link: str | None,
+        kind: Kind,
+        in_background: bool,
     ) -> None:
         path, as_directory = str(filepath), self._is_directory(kind)
         self._strategy.hands_out_shards = self._hands_out_shards = as_directory
@@ -173,7 +175,7 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
             self._hands_out_shards = False
         about = self._about("weights" if weights_only else kind, checkpoint)
         if as_directory:
-            self._save_directory(checkpoint, path, about, link=link, in_background=kind == "snapshot")
+            self._save_directory(checkpoint, path, about, link=link, in_background=in_background)
         else:
             self._save_file(checkpoint, filepath, about, storage_options)
             if link is not None and self.trainer.is_global_zero and (note := update_link(path, link)):
@@ -240,7 +242,7 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
             about=about,
             of_rank=self.run_state.of_rank() if fitting else {},
             link=link,
-            in_background=in_background and self._in_background and self._is_training,
+            in_background=in_background and self._is_training,
             spread=frozenset({"optimizer_states"} if self._state_is_spread else ()),
         )
 
@@ -598,7 +600,7 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
 
     @property
     def _is_training(self) -> bool:
-        """Whether training continues after this save, so that a snapshot may be written in the background."""
+        """Whether training continues after this save, so that a directory may be written in the background."""
         trainer = self.trainer
         fits = trainer.state.fn == TrainerFn.FITTING and (trainer.training or trainer.validating)
         return fits and not self.is_ending

@@ -69,9 +69,8 @@ Engine(callbacks="x")  # wrong: callbacks
 Engine(callbacks=[CSVLogger(".")])  # wrong: callbacks
 Engine(plugins=MixedPrecision("16-mixed", "cpu"), profiler=SimpleProfiler())
 Engine(plugins="x")  # wrong: plugins
-Engine(default_root_dir=Path(), resume=Path("x"), async_checkpoints=False)
+Engine(default_root_dir=Path(), resume=Path("x"))
 Engine(resume=[0])  # wrong: resume
-Engine(async_checkpoints="garbage")  # wrong: async_checkpoints
 Engine(hang_timeout_s=None)
 Engine(hang_timeout_s="long")  # wrong: hang_timeout_s
 Engine(global_batch_size=256, micro_batch_size="auto")

@@ -86,7 +86,6 @@ def test_a_variable_of_the_environment_is_checked_as_well(monkeypatch):
         ("compression", None, "compression=None: a name such as 'bf16' or 'powersgd:4'."),
         ("resume", [0], "resume=[0]: a path, 'auto' or None."),
         ("default_root_dir", 3, "default_root_dir=3: a path or None."),
-        ("async_checkpoints", "garbage", "async_checkpoints='garbage': True or False."),
         ("seed_samples", 2, "seed_samples=2: True or False."),
         ("callbacks", "x", "callbacks='x': a Callback, a list of them or None."),
         ("callbacks", [3], "callbacks=[3]: a Callback, a list of them or None."),

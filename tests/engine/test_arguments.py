@@ -25,7 +25,6 @@ OURS = {
     "offload": None,
     "name": None,
     "enable_run_summary": None,
-    "async_checkpoints": True,
     "check_first_steps": "auto",
     "checkpoint_format": "auto",
     "compile": False,
