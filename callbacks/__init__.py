@@ -4,8 +4,8 @@ from typing import TYPE_CHECKING, Any
 
 from .communication import CommunicationMonitor
 from .console import ConsoleLogger, default_progress_bar
-from .gradient_norm import GradientNormMonitor
 from .memory import MemoryMonitor
+from .optimizer_monitor import OptimizerMonitor
 from .progress import ProgressBar
 from .replica_guard import ReplicaError, ReplicaGuard
 from .run_summary import RunSummary
@@ -20,8 +20,8 @@ __all__ = [
     "CommunicationMonitor",
     "ConsoleLogger",
     "Doctor",
-    "GradientNormMonitor",
     "MemoryMonitor",
+    "OptimizerMonitor",
     "ProgressBar",
     "ReplicaError",
     "ReplicaGuard",

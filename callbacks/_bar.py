@@ -16,7 +16,16 @@ from rich.segment import Segment
 from rich.text import Text
 from torch import Tensor
 
-__all__ = ["BarRenderer", "Progress", "StockBars", "metric_texts", "num_train_batches"]
+__all__ = [
+    "BarRenderer",
+    "EpochLine",
+    "Progress",
+    "StockBars",
+    "clock",
+    "metric_texts",
+    "new_values",
+    "num_train_batches",
+]
 
 _GAP = "  "
 _BAR_WIDTHS = (8, 40)
@@ -85,10 +94,14 @@ class BarRenderer:
         self._theme = theme
         self._width = width
 
+    @property
+    def width(self) -> int:
+        """The columns that a row may have: a full one would move the cursor to the next row."""
+        return (self._width or self._console.size.width) - 1
+
     def rows(self, progress: Progress, metrics: Iterable[str]) -> list[str]:
         """Returns the bar's row and the rows of metrics, as many as fit on the screen."""
-        size = self._console.size
-        width = (self._width or size.width) - 1  # a full row would move the cursor to the next row
+        size, width = self._console.size, self.width
         rows: list[Any] = [_Row(self._parts(progress, width))]
         packed = [*_packed(metrics, self._theme.metrics_text_delimiter, width)]
         room = len(packed) if self._width else max(1, size.height - 3)  # an empty line above, the bar, a line to spare
@@ -109,8 +122,8 @@ class BarRenderer:
         texts = [
             (progress.description, theme.description),
             (f"{progress.completed}/{total}", theme.batch_progress),
-            (_clock(progress.elapsed_s), theme.time),
-            ("" if remaining_s is None else f"eta {_clock(remaining_s)}", theme.time),
+            (clock(progress.elapsed_s), theme.time),
+            ("" if remaining_s is None else f"eta {clock(remaining_s)}", theme.time),
             ("" if speed is None else f"{speed:.{1 if speed >= 1 else 3}f} it/s", theme.processing_speed),
         ]
         shown = [(text, style) for text, style in texts if text]
@@ -165,6 +178,99 @@ def metric_texts(metrics: dict[str, Any], number_format: str = ".4g") -> Iterato
             yield f"{name} {float(value):{number_format}}" if is_number else f"{name} {value}"
 
 
+def is_same_value(value: Any, earlier: Any) -> bool:
+    """Whether a logged value is the one that was there before: a new one is another object, or has other memory."""
+    if isinstance(value, Tensor) and isinstance(earlier, Tensor):
+        return value.data_ptr() == earlier.data_ptr()
+    return value is earlier
+
+
+class EpochLine:
+    """The line that is kept of an epoch: its time, the values that it has logged, and whether one is the best so far.
+
+    The best is that of the first callback that monitors a value (`ModelCheckpoint`, `EarlyStopping`); without one, the
+    smallest value of the validation whose name ends with "loss".
+    """
+
+    def __init__(self) -> None:
+        self._at_start: dict[str, Any] = {}
+        self._before_validation: dict[str, Any] = {}
+        self._validated: set[str] = set()
+        self._watched: tuple[str, bool] | None = None
+        self._best: float | None = None
+
+    def begin_run(self, trainer: Any) -> None:
+        """Looks for the monitored value, and for its best before a resumption."""
+        self._watched = self._best = None
+        for callback in trainer.callbacks:
+            monitor = getattr(callback, "monitor", None)
+            if isinstance(monitor, str):
+                self._watched = monitor, getattr(callback, "mode", "min") == "max"
+                best = getattr(callback, "best_model_score", getattr(callback, "best_score", None))
+                self._best = float(best) if best is not None and isfinite(best) else None
+                return
+
+    def begin(self, trainer: Any) -> None:
+        """Begins an epoch: what is logged from now on belongs to it."""
+        self._at_start, self._validated = dict(trainer.callback_metrics), set()
+
+    def begin_validation(self, trainer: Any) -> None:
+        """Begins a validation within the epoch."""
+        self._before_validation = dict(trainer.callback_metrics)
+
+    def end_validation(self, trainer: Any) -> None:
+        """Notes which values the validation has logged."""
+        self._validated |= new_values(trainer.callback_metrics, self._before_validation).keys()
+
+    def text(self, trainer: Any, head: str, theme: RichProgressBarTheme, width: int | None) -> str:
+        """Returns the line of an epoch whose values are complete.
+
+        Args:
+            trainer: has the values.
+            head: the epoch and its time.
+            theme: the format of the values.
+            width: most columns; values beyond them are counted only. None for all values.
+        """
+        values = new_values(trainer.callback_metrics, self._at_start)
+        forks = {f"{name}_{kind}" for name in values for kind in ("step", "epoch")}
+        values = {name: value for name, value in values.items() if name not in forks}
+        watched, is_best = self._judge(values)
+        texts = {name: text for name in values for text in metric_texts({name: values[name]}, theme.metrics_format)}
+        if is_best and watched is not None:
+            texts[watched] += " (best)"
+        in_bar = trainer.progress_bar_metrics
+        names = sorted(texts, key=lambda name: (name != watched, name not in in_bar))  # the least important at the end
+        for num_shown in range(len(names), -1, -1):
+            rest = [f"+{len(names) - num_shown}"] if num_shown < len(names) else []
+            kept = [text for name, text in texts.items() if name in names[:num_shown]]
+            line = theme.metrics_text_delimiter.join([head, *kept, *rest])
+            if width is None or cell_len(line) <= width:
+                return line
+        return head
+
+    def _judge(self, values: dict[str, Any]) -> tuple[str | None, bool]:
+        losses = (name for name in values if name in self._validated and name.lower().endswith("loss"))
+        name, is_largest = self._watched or (next(losses, None), False)
+        if name is None or name not in values:
+            return None, False
+        value = float(values[name])
+        is_best = self._best is None or (value > self._best if is_largest else value < self._best)
+        if is_best:
+            self._best = value
+        return name, is_best
+
+
+def new_values(values: dict[str, Any], earlier: dict[str, Any]) -> dict[str, Any]:
+    """Returns the logged values that were not there before: a new one is another object in other memory."""
+    return {name: value for name, value in values.items() if not _is_same(value, earlier.get(name))}
+
+
+def _is_same(value: Any, earlier: Any) -> bool:
+    if isinstance(value, Tensor) and isinstance(earlier, Tensor):
+        return value.data_ptr() == earlier.data_ptr()  # each read returns another view of one logged value
+    return value is earlier
+
+
 def _packed(texts: Iterable[str], gap: str, width: int) -> Iterator[str]:
     """Packs the texts into rows of at most `width` columns; a text that is wider continues in the next row."""
     row = ""
@@ -185,7 +291,8 @@ def _width_of(shown: list[tuple[str, Any]]) -> int:
     return sum(cell_len(text) + len(_GAP) for text, _ in shown)
 
 
-def _clock(seconds: float) -> str:
+def clock(seconds: float) -> str:
+    """``0:01:23``."""
     return str(timedelta(seconds=int(seconds)))
 
 

@@ -37,16 +37,20 @@ class IntervalCallback(Callback):
         """Returns the figures of the interval that ends now, by name; may use collectives."""
         raise NotImplementedError
 
+    def is_due(self, trainer: Trainer, step: int) -> bool:
+        """Whether an interval ends with the optimizer step of this number."""
+        every = self.every_n_steps or trainer.log_every_n_steps  # type: ignore[attr-defined]
+        # Whole intervals are compared, not the remainder: with several optimizers `global_step` moves by more than one.
+        return every != 0 and step // every != self._logged_step // every
+
     def log_if_due(self, trainer: Trainer) -> None:
         """Measures when an interval of optimizer steps is over; to be called after each batch."""
-        every = self.every_n_steps or trainer.log_every_n_steps  # type: ignore[attr-defined]
         step = trainer.global_step
-        # Whole intervals are compared, not the remainder: with several optimizers `global_step` moves by more than one.
-        if every == 0 or step // every == self._logged_step // every:
+        if not self.is_due(trainer, step):
             return
         self._logged_step = step
         self.last = self.measure(trainer)
-        if trainer.is_global_zero:
+        if trainer.is_global_zero and self.last:
             for logger in trainer.loggers:
                 logger.log_metrics(self.last, step=step)
 

@@ -32,6 +32,8 @@ _ERASE = "\r\x1b[J"
 """Escape codes that move to the start of the line and erase from there to the end of the screen."""
 _REDRAW_S = 1.0
 """Seconds between two drawings if nothing else causes one."""
+_MOST_ROWS = 200
+"""Rows above the bar of a notebook's output, which is sent as a whole at each drawing."""
 
 Render = Callable[[], Sequence[str]]
 """Returns the current rows, each narrower than the terminal."""
@@ -61,6 +63,9 @@ class Screen(Protocol):
     def keep(self, rows: Sequence[str]) -> None:
         """Replaces the drawing by permanent rows; later output appears below them."""
 
+    def add(self, row: str) -> None:
+        """Writes a permanent row above the drawing, which stays."""
+
     def clear(self) -> None:
         """Removes the drawing."""
 
@@ -89,7 +94,12 @@ class PlainOutput:
 
     def keep(self, rows: Sequence[str]) -> None:
         """Prints the rows."""
-        print(*rows, sep="\n", file=self._file, flush=True)
+        if rows:
+            print(*rows, sep="\n", file=self._file, flush=True)
+
+    def add(self, row: str) -> None:
+        """Prints the row."""
+        self.keep([row])
 
     def clear(self) -> None:
         """Does nothing."""
@@ -103,6 +113,7 @@ class CellOutput:
 
     def __init__(self) -> None:
         self._handle: Any = None
+        self._above: list[str] = []
         self._lines = WholeLines()
 
     def guard(self, *, is_drawn_here: bool) -> None:
@@ -119,8 +130,15 @@ class CellOutput:
 
     def keep(self, rows: Sequence[str]) -> None:
         """Keeps the rows; the next drawing starts a new output."""
-        self._display(rows)
-        self._handle = None
+        if rows or self._handle is not None:
+            self._display(rows)
+        self._handle, self._above = None, []
+
+    def add(self, row: str) -> None:
+        """Keeps the row in the output, above the drawing; an output with many rows is left as it is for a new one."""
+        self._above.append(row)
+        if len(self._above) == _MOST_ROWS:
+            self.keep(())
 
     def clear(self) -> None:
         """Empties the output, which is used again by the next drawing."""
@@ -130,7 +148,7 @@ class CellOutput:
     def _display(self, rows: Sequence[str]) -> None:
         from IPython.display import display
 
-        content = {"text/plain": "\n".join(rows)}
+        content = {"text/plain": "\n".join([*self._above, *rows])}
         if self._handle is None:
             self._handle = display(content, raw=True, display_id=True)
         else:
@@ -178,6 +196,12 @@ class BottomLines:
         with self._lines.lock:
             erased, self._rows = _ERASE if self._rows else "", ()
             self._write(erased + "".join(f"{row}\n" for row in rows))
+
+    def add(self, row: str) -> None:
+        """Writes a permanent row, and draws anew below it."""
+        with self._lines.lock:
+            self._write(f"{_ERASE if self._rows else ''}{row}\n")
+            self._draw()
 
     def clear(self) -> None:
         """Removes the drawing."""

@@ -7,7 +7,7 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar as LightningProgressBar
 
-from ._bar import StockBars, metric_texts
+from ._bar import StockBars, metric_texts, new_values
 from ._interval import positive_steps
 from ._screen import can_draw
 from .progress import ProgressBar
@@ -23,10 +23,10 @@ class ConsoleLogger(StockBars, LightningProgressBar):
     """Prints one line every few optimizer steps, and one line with the metrics of each validation; rank 0 only.
 
     ``epoch 1/3  step 50/168  train/loss 0.1234  21.5 steps/s  eta 0:00:05``. The line of a step has the metrics logged
-    with ``prog_bar=True``, the line of a validation all metrics that it logged. The trainer itself prints the results
-    of `validate` and `test`, as `verbose` says. Values are read from the device for printed lines only. The speed is
-    the mean since the start, including validation, so that the eta is realistic; if the trainer has a
-    `ThroughputMonitor`, its last samples/s are shown instead.
+    with ``prog_bar=True`` since the last line, the line of a validation all metrics that it logged. The trainer itself
+    prints the results of `validate` and `test`, as `verbose` says. Values are read from the device for printed lines
+    only. The speed is the mean since the start, including validation, so that the eta is realistic; if the trainer has
+    a `ThroughputMonitor`, its last samples/s are shown instead.
 
     This is the trainer's only progress bar (Lightning allows no second one); see `default_progress_bar`.
 
@@ -43,6 +43,7 @@ class ConsoleLogger(StockBars, LightningProgressBar):
         self.every_n_steps = None if every_n_steps is None else positive_steps(every_n_steps, " (None: the trainer's)")
         self._enabled = True
         self._metrics_before: dict[str, Any] = {}  # metrics from before the evaluation
+        self._printed: dict[str, Any] = {}
 
     def disable(self) -> None:
         """Called by Lightning on every rank but 0."""
@@ -65,6 +66,7 @@ class ConsoleLogger(StockBars, LightningProgressBar):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Starts the clock."""
         self._first_step = self._printed_step = trainer.global_step
+        self._printed = {}
         self._started = time.perf_counter()
         # The last step of the run; computed once, because the trainer's property is slow.
         steps = trainer.estimated_stepping_batches
@@ -79,9 +81,8 @@ class ConsoleLogger(StockBars, LightningProgressBar):
         every = self.every_n_steps or trainer.log_every_n_steps or _INTERVAL_STEPS  # type: ignore[attr-defined]
         if step % every == 0 or step == self._last_step:
             self._printed_step = step
-            self._print(
-                self._progress(trainer), self._values(self.get_metrics(trainer, pl_module)), self._speed(trainer)
-            )
+            metrics = self._new(trainer, self.get_metrics(trainer, pl_module))
+            self._print(self._progress(trainer), self._values(metrics), self._speed(trainer))
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Remembers the metrics from before the validation."""
@@ -116,11 +117,17 @@ class ConsoleLogger(StockBars, LightningProgressBar):
         # An estimate: with several optimizers `global_step` exceeds the last step.
         return f"{speed}  eta {timedelta(seconds=round(max(0, last - trainer.global_step) / steps_per_s))}"
 
+    def _new(self, trainer: Trainer, metrics: dict[str, Any]) -> dict[str, Any]:
+        """Returns `metrics` without those that were printed and have not been logged again."""
+        logged = trainer.callback_metrics
+        old = logged.keys() - new_values(logged, self._printed)
+        self._printed.update({name: logged[name] for name in metrics if name in logged})
+        return {name: value for name, value in metrics.items() if name not in old}
+
     def _evaluated(self, trainer: Trainer) -> str:
-        """Formats the metrics that the evaluation logged: those whose value is a different object than before."""
+        """Formats the metrics that the evaluation logged."""
         before, self._metrics_before = self._metrics_before, {}
-        metrics = trainer.callback_metrics
-        return self._values({name: value for name, value in metrics.items() if before.get(name) is not value})
+        return self._values(self._new(trainer, new_values(trainer.callback_metrics, before)))
 
     @staticmethod
     def _values(metrics: dict[str, Any]) -> str:

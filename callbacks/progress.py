@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import ProgressBar as LightningProgressBar
 from lightning.pytorch.callbacks.progress.rich_progress import RichProgressBarTheme
 from rich.console import Console
 
-from ._bar import BarRenderer, Progress, StockBars, metric_texts, num_train_batches
+from ._bar import BarRenderer, EpochLine, Progress, StockBars, clock, metric_texts, num_train_batches
 from ._screen import CellOutput, Screen, screen_of
 
 __all__ = ["ProgressBar"]
@@ -21,13 +21,15 @@ class ProgressBar(StockBars, LightningProgressBar):
     """Shows a bar for the batches of this epoch, validation, test or prediction, and rows with the logged metrics.
 
     ``Epoch 2/15  ━━━━━━━━━━━━━━━━━━━━  12/17  0:00:03  eta 0:00:01  4.1 it/s``; on rank 0 only. Output of other ranks
-    appears above it. Metrics are read from the device when the trainer logs (`log_every_n_steps`), at the end of an
-    epoch and after validation. If nothing can be drawn (in a file, or on a terminal without escape codes), only the
-    final row of a bar is printed. In a notebook the bar is one output of the cell.
+    appears above it, and so does a line for each epoch that is over, with the values that it logged and a mark at the
+    best one so far: of the value that a callback monitors, or else of the validation's loss. Metrics are read from the
+    device when the trainer logs (`log_every_n_steps`), at the end of an epoch and after validation. If nothing can be
+    drawn (in a file, or on a terminal without escape codes), only the lines of epochs and the final row of other bars
+    are printed. In a notebook all of it is one output of the cell.
 
     Args:
         refresh_rate: largest number of drawings per second; 0 for no bar.
-        leave: keep a row for every epoch, instead of only the last epoch.
+        leave: keep the bar of every epoch with its metrics, in place of the line.
         theme: styles and format of metrics, as for `lightning.pytorch.callbacks.RichProgressBar`; None for metrics with
             four digits, two spaces apart.
         console_kwargs: arguments of `rich.console.Console`.
@@ -55,6 +57,8 @@ class ProgressBar(StockBars, LightningProgressBar):
         self._renderer: BarRenderer | None = None
         self._shown: Progress | None = None
         self._training: Progress | None = None
+        self._line = EpochLine()
+        self._is_epoch_over = False
         self._metrics: list[str] = []
         self._drawn_s = 0.0
         self._read_step = -1
@@ -62,7 +66,7 @@ class ProgressBar(StockBars, LightningProgressBar):
     def __getstate__(self) -> dict[str, Any]:
         """Returns the state without the terminal objects of this process."""
         live = ("_screen", "_renderer", "_shown", "_training")
-        return {**self.__dict__, **dict.fromkeys(live)}
+        return {**self.__dict__, **dict.fromkeys(live), "_line": EpochLine()}
 
     @property
     def is_enabled(self) -> bool:
@@ -110,13 +114,17 @@ class ProgressBar(StockBars, LightningProgressBar):
             atexit.unregister(self._screen.release)
         self._screen = self._renderer = None  # the next run may print elsewhere
 
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Looks for the value whose best is marked."""
+        self._line.begin_run(trainer)
+        self._is_epoch_over = False
+
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begins an epoch's bar."""
+        """Begins an epoch's bar, and keeps the line of the one before."""
         if self.is_disabled:
             return
-        if self.leave and self._training is not None:
-            self._read_metrics(trainer, pl_module)
-            self._finish()
+        if self._training is not None:
+            self._end_epoch(trainer, pl_module)
         self._begin_epoch(trainer)
 
     def on_train_batch_end(
@@ -139,14 +147,32 @@ class ProgressBar(StockBars, LightningProgressBar):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Shows the last metrics."""
         if self.is_enabled:
+            self._is_epoch_over = True
             self._read_metrics(trainer, pl_module)
             self._draw()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Keeps the last epoch's row."""
+        """Keeps the last epoch's line; of an epoch that was left early, its bar."""
         if self.is_enabled:
-            self._read_metrics(trainer, pl_module)  # with the means of the last epoch
+            self._end_epoch(trainer, pl_module)
             self._finish()
+
+    def _end_epoch(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Keeps the line of an epoch that is over: only now are the means of its values known."""
+        self._read_metrics(trainer, pl_module)
+        if self.leave:
+            self._finish()
+        elif self._is_epoch_over and self._training and self._screen and self._renderer:
+            head = f"{self._training.description.lower()}  {clock(self._training.elapsed_s)}"
+            width = self._renderer.width if self._screen.is_live else None
+            self._screen.add(self._line.text(trainer, head, self.theme, width))
+            self._shown = None
+        self._is_epoch_over = False
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Notes what was logged before."""
+        if self.is_enabled and trainer.state.fn == "fit":
+            self._line.begin_validation(trainer)
 
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -183,6 +209,7 @@ class ProgressBar(StockBars, LightningProgressBar):
         if trainer.state.fn != "fit":
             self._finish()
         elif self._training is not None:
+            self._line.end_validation(trainer)
             self._shown = self._training
             self._shown.resume()
             self._read_metrics(trainer, pl_module)
@@ -227,6 +254,7 @@ class ProgressBar(StockBars, LightningProgressBar):
         return f"Epoch {trainer.current_epoch + 1}" + (f"/{trainer.max_epochs}" if is_limited else "")
 
     def _begin_epoch(self, trainer: Trainer, done: int = 0) -> None:
+        self._line.begin(trainer)
         self._metrics = self._metrics if self._training else []
         self._training = self._begin(self._epoch(trainer), num_train_batches(trainer, done), done)
 
@@ -268,10 +296,9 @@ class ProgressBar(StockBars, LightningProgressBar):
         return self._renderer.rows(self._shown, self._metrics if self._training is not None else ())
 
     def _finish(self) -> None:
-        """Ends the bar and keeps its row."""
-        rows = self._rows()
-        if rows and self._screen is not None:
-            self._screen.keep(rows)
+        """Ends the bar and keeps its row, if there is one."""
+        if self._screen is not None:
+            self._screen.keep(self._rows())
         self._shown = self._training = None
 
 

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, Timer
+from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from polyphase.engine import devices
@@ -38,6 +39,7 @@ class _Figures(NamedTuple):
     num_samples: int | None
     waited_s: float | None
     peak_bytes: int
+    stopped_by: str | None
 
 
 class RunSummary(Callback):
@@ -47,6 +49,7 @@ class RunSummary(Callback):
     precision, the global batch as ranks x micro-batch x accumulated micro-batches, and the folder of the logs. The
     lines at the end have:
 
+    - what ended the run early, such as `EarlyStopping`, its reason and its rank, also as a text in TensorBoard;
     - optimizer steps, and samples/s over all ranks for the time of training without validation; samples shared by
       several ranks count once, and no samples are printed if a batch does not show how many it has;
     - the share of that time in which the ranks waited for their data loaders, mean over ranks;
@@ -120,7 +123,12 @@ class RunSummary(Callback):
         self._stop_clock(trainer)
         waited = None if None in (trainer.data_wait_s, self._waited_s) else trainer.data_wait_s - self._waited_s
         peak = max([_peak_bytes(trainer.strategy.root_device), *_monitored_peaks(trainer)])
-        self._figures = trainer.all_ranks.all_gather_object(_Figures(self._num_samples, waited, peak))
+        own = _Figures(self._num_samples, waited, peak, _stopped_by(trainer))
+        self._figures = trainer.all_ranks.all_gather_object(own)
+        if trainer.is_global_zero and (reason := _reason(self._figures)) is not None:
+            for logger in trainer.loggers:
+                if isinstance(logger, TensorBoardLogger):
+                    logger.experiment.add_text("stopped_by", reason, global_step=trainer.global_step)
 
     # --- when it is over
 
@@ -149,7 +157,29 @@ class RunSummary(Callback):
             samples_per_s=None if None in counts else sum(filter(None, counts)) / sharing / elapsed_s,
             data_wait_share=None if None in waits else sum(filter(None, waits)) / len(waits) / elapsed_s,
             peak_bytes=max(rank.peak_bytes for rank in figures),
+            stopped_by=_reason(figures),
         )
+
+
+def _stopped_by(trainer: Any) -> str | None:
+    """Describes the callback or module of this rank that asked the run to end early; None if none has."""
+    stopper = trainer.stopped_by
+    if stopper is None:
+        return None
+    reason = getattr(stopper, "stopping_reason_message", None)  # of Lightning's EarlyStopping
+    if isinstance(stopper, Timer):
+        reason = f"max_time was over after {_duration(stopper.time_elapsed())}"
+    name = type(stopper).__name__
+    return (
+        f"{name}: {reason.removesuffix(' Signaling Trainer to stop.')}" if reason else f"{name} (trainer.should_stop)"
+    )
+
+
+def _reason(figures: list[_Figures]) -> str | None:
+    """Returns what ended the run early, on the first rank that has asked for it."""
+    by_rank = {rank: of_rank.stopped_by for rank, of_rank in enumerate(figures) if of_rank.stopped_by is not None}
+    rank = next(iter(by_rank), None)
+    return None if rank is None else f"{by_rank[rank]}{f' on rank {rank}' if len(by_rank) < len(figures) else ''}"
 
 
 def _say(*lines: str) -> None:
@@ -205,12 +235,14 @@ class _RunEnd(NamedTuple):
     samples_per_s: float | None
     data_wait_share: float | None
     peak_bytes: int
+    stopped_by: str | None
 
 
 def _end_text(trainer: Any, end: _RunEnd) -> list[str]:
     """Returns the lines to print after training."""
     path = _saved(trainer)
     return [
+        *([] if end.stopped_by is None else [f"stopped by {end.stopped_by}"]),
         _figures(trainer, end),
         *_best(trainer),
         *_where(trainer),

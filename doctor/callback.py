@@ -7,6 +7,8 @@ Phases of an interval's end, on all ranks:
 3. each rank appends a line to its own file, and rank 0 logs the mean shares of ten intervals at a time.
 """
 
+import inspect
+import itertools
 import os
 import socket
 import time
@@ -366,7 +368,24 @@ def _describe(trainer: Any) -> RankInfo:
         started_at=time.time(),
         flags=trainer.config.as_plain,
         versions={"polyphase": __version__, "torch": str(torch.__version__)},
+        hooks=_places_of_hooks(trainer),
     )
+
+
+_MOST_PLACES = 64
+
+
+def _places_of_hooks(trainer: Any) -> dict[str, str]:
+    """Returns file and line of the hooks that the user's callbacks and module define, by ``"Class.hook"``."""
+    places: dict[str, str] = {}
+    for owner in (*trainer.callbacks, trainer.lightning_module):
+        for name in dir(type(owner)):
+            function = inspect.unwrap(getattr(type(owner), name)) if name.startswith("on_") else None
+            code = getattr(function, "__code__", None)
+            if code is not None and not function.__module__.startswith(("lightning.", "polyphase.")):
+                place = f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}"
+                places.setdefault(f"{type(owner).__name__}.{name}", place)
+    return dict(itertools.islice(places.items(), _MOST_PLACES))
 
 
 # --- writes `Doctor`'s per-rank shares, memory, rates and verdict to TensorBoard

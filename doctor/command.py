@@ -67,6 +67,7 @@ def main(words: Sequence[str]) -> int:
         run = read_run(newest(arguments.run_dir))
         if arguments.html is not None:
             _write(arguments.html, run)
+            print(f"wrote {arguments.html}", file=sys.stderr if arguments.json else None)
     except (OSError, ValueError) as error:
         print(f"polyphase: error: {error}", file=sys.stderr)
         return 2

@@ -66,6 +66,8 @@ class RankInfo:
     versions: dict[str, str] = dataclasses.field(default_factory=dict)
     flags: dict[str, Any] = dataclasses.field(default_factory=dict)
     """The engine's arguments that differ from their defaults; for objects the class name."""
+    hooks: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Where the user's own hooks stand: file and line, by ``"Class.hook"``."""
 
 
 # --- how the values of two successive intervals become one

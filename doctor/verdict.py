@@ -19,6 +19,10 @@ __all__ = ["Verdict", "judge", "show"]
 _NUM_FINDINGS = 2
 """Number of findings in the summary, which has five lines in total."""
 _SHOWN = 0.005
+_LEAST_SHOWN = 0.0005
+"""The smallest share that is not printed as 0.0%."""
+_NUM_SHARES = 5
+"""Number of shares in the summary; the others are summed up."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,9 +43,12 @@ class Verdict:
         """Returns at most five lines: where the time went, and the first findings."""
         if not self.figures.totals:
             return ["doctor: no step was measured"]
-        shares = [f"{share:.0%} {name(phase)}" for phase, share in self.figures.mean_shares().items() if share > _SHOWN]
+        by_phase = {phase: share for phase, share in self.figures.mean_shares().items() if share > _SHOWN}
+        shares = [f"{share:.0%} {name(phase)}" for phase, share in [*by_phase.items()][:_NUM_SHARES]]
+        if (rest := 1.0 - sum([*by_phase.values()][:_NUM_SHARES])) > _SHOWN:
+            shares.append(f"{rest:.0%} other")
         rate = f", {text}" if (text := rate_text(self.figures, ("flops_per_s", "mfu"))) else ""
-        lines = [f"doctor: a step takes {1e3 * self.figures.step_s:.3g} ms{rate}: {', '.join(shares[:5])}"]
+        lines = [f"doctor: a step takes {1e3 * self.figures.step_s:.3g} ms{rate}: {', '.join(shares)}"]
         for finding in self.findings[:_NUM_FINDINGS]:
             gain = "" if finding.gain is None else f" (up to {finding.gain:.0%} less time)"
             lines += [f"  {finding.cause}: {finding.evidence}", f"    remedy: {finding.remedy}{gain}"]
@@ -158,6 +165,10 @@ def _table(verdict: Verdict) -> Table:
         shares = [figures.share(phase, rank) for rank in shown]
         if max(shares) > _SHOWN:
             table.add_row(name(phase), *(f"{share:.1%}" for share in shares))
+    hidden = [phase for phase in PHASES if max(figures.share(phase, rank) for rank in shown) <= _SHOWN]
+    others = [sum(figures.share(phase, rank) for phase in hidden) for rank in shown]
+    if max(others) >= _LEAST_SHOWN:
+        table.add_row("other", *(f"{share:.1%}" for share in others))
     sums = [sum(figures.share(phase, rank) for phase in PHASES) for rank in shown]
     table.add_row("all", *(f"{total:.1%}" for total in sums))
     return table

@@ -53,10 +53,10 @@ from .initialization import check_shapes, read_stored
 from .loggers.run_names import claim_log_folders, folders_written_to
 from .loop.compile import check_cuda_graphs, compile_mode
 from .loop.install import TrainerBase, defaults_from_environment, install_loops
-from .loop.runs import check_callbacks, check_manual_optimization, reports_uncaught
+from .loop.runs import check_callbacks, check_manual_optimization, quiet, reports_uncaught
 from .reliability.nonfinite import NonFiniteWatch
 from .resume import from_checkpoint  # noqa: F401 - makes load_from_checkpoint open directories
-from .select import check_module, default_run_summary, select, use_own_device, with_defaults
+from .select import check_module, default_run_callbacks, select, use_own_device, with_defaults
 from .strategies import STRATEGIES, adapt, lists_devices, prepare_to_repeat
 from .strategies.offload import OffloadActivations, choose_offload
 from .strategies.recompute import RecomputeBlocks, blocks_to_recompute, check_recompute, kept_operators
@@ -270,7 +270,7 @@ class Engine(TrainerBase):
         )
         use_own_device(self, config.strategy)
         self._save_memory(config, compiles=mode is not None)
-        install_loops(self, config, watch, default_bar, default_run_summary(config, users))
+        install_loops(self, config, watch, default_bar, default_run_callbacks(config, users))
         check_cuda_graphs(mode, self.layout)
         self._check_batches(config)
 
@@ -426,7 +426,7 @@ class Engine(TrainerBase):
             The certificate, on every rank; it is printed as well.
         """
         check_count("steps", steps)
-        quiet = {**_A_FEW_STEPS, "max_steps": steps}
+        a_few = {**_A_FEW_STEPS, "max_steps": steps}
         # The reference gets all flags that `Trainer` has too, but not those that distribute the run.
         shared = {key: value for key, value in self.flags.items() if key not in _DISTRIBUTION_FLAGS}
         loader = train_dataloaders if datamodule is None else datamodule.train_dataloader()
@@ -435,7 +435,8 @@ class Engine(TrainerBase):
         numbers = get_random_state()
         with tempfile.TemporaryDirectory() as folder, verification.exact_arithmetic():
             recorder = verification.Recorder(Path(folder) / "states.pt")
-            engine = type(self)(**{**self.flags, **quiet, **_SILENT, "callbacks": [recorder], "resume": None})
+            engine = type(self)(**{**self.flags, **a_few, **_SILENT, "callbacks": [recorder], "resume": None})
+            engine.is_trial = True
             engine.fit(copy.deepcopy(model), train_dataloaders, datamodule=datamodule)
             certificate: Any = None  # stays None on the other ranks, which wait for it below
             if engine.is_global_zero:
@@ -445,12 +446,9 @@ class Engine(TrainerBase):
                 set_random_state(numbers)
                 whole = copy.deepcopy(model)
                 read_stored(whole)
-                reference = verification.reference_steps(
-                    whole,
-                    loader,
-                    self.config.global_batch_size or (loader.batch_size or 0) * engine.data_size,
-                    {**shared, **quiet},
-                )
+                batch_size = self.config.global_batch_size or (loader.batch_size or 0) * engine.data_size
+                with quiet(is_trial=True):
+                    reference = verification.reference_steps(whole, loader, batch_size, {**shared, **a_few})
                 flag = None if adapt(engine.strategy).expects_parity else str(self.config.strategy)
                 certificate = verification.certify(states, reference, tolerance, differs_by=flag)
         self.certificate: verification.Certificate = engine.strategy.broadcast(certificate)
@@ -492,6 +490,7 @@ class Engine(TrainerBase):
             for flag in compressions or ():
                 make_comm_hook(flag)  # raises an error that says what is wrong with the model
             every_method = ["none", *(name for name in COMM_HOOKS if name != "auto")]
+            engine.is_trial = True
             engine._parts.comm_hook.candidates = list(compressions or every_method)  # type: ignore[union-attr]
             engine.fit(copy.deepcopy(model), train_dataloaders, datamodule=datamodule)
             report = WireReport.read(path) if engine.is_global_zero else None

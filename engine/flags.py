@@ -499,6 +499,10 @@ def _meaning(kind: str, word: str) -> str | None:
     """
     key = word.lower().replace("-", "_").removeprefix("trainer.")
     target = _ARGUMENTS.get(key) if kind in ("argument", "flag") else VALUES.get(kind, {}).get(key)
+    if target is None and kind == "strategy":  # zero3_fork
+        name, launcher = split_launcher(key)
+        head, *options = VALUES[kind].get(name, "").split(":")
+        target = ":".join([f"{head}_{launcher}", *options]) if head not in ("", "dp") else None
     if target is None or (kind == "argument" and not target.isidentifier()):
         return target
     return as_flag(target) if kind == "flag" else repr(target)

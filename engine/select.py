@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.accelerators import AcceleratorRegistry, CPUAccelerator
 from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy, StrategyRegistry
@@ -32,7 +33,7 @@ from .precision.plugins import make_precision
 from .strategies.registry import STRATEGIES, find_strategy, import_all
 from .strategies.sync_batchnorm import SyncBatchNorm
 
-__all__ = ["check_module", "default_run_summary", "select", "use_own_device", "with_defaults"]
+__all__ = ["check_module", "default_run_callbacks", "select", "use_own_device", "with_defaults"]
 
 import_all()
 
@@ -328,11 +329,20 @@ def with_defaults(
     return callbacks, default_bar
 
 
-def default_run_summary(config: EngineConfig, callbacks: Sequence[Callback]) -> Callback | None:
-    """Returns the summary of a run; None if the flags turn it off, or the user has passed one."""
-    is_wanted = not config.is_silent if config.enable_run_summary is None else config.enable_run_summary
-    has_one = any(hasattr(callback, "on_run_end") for callback in callbacks)
-    return _run_summary() if is_wanted and not has_one else None
+def default_run_callbacks(config: EngineConfig, callbacks: Sequence[Callback]) -> list[Callback]:
+    """Returns the callbacks that the engine adds to those of the user while it trains."""
+    logs = _logs_to_tensorboard(config)
+    sums_up = not config.is_silent if config.enable_run_summary is None else config.enable_run_summary
+    if not (logs or sums_up):
+        return []
+    from polyphase.callbacks import OptimizerMonitor, RunSummary
+
+    added: list[Callback] = []
+    if logs and not any(isinstance(callback, OptimizerMonitor) for callback in callbacks):
+        added.append(OptimizerMonitor())
+    if sums_up and not any(hasattr(callback, "on_run_end") for callback in callbacks):
+        added.append(RunSummary())
+    return added
 
 
 def _progress_bar() -> Callback:
@@ -347,10 +357,11 @@ def _snapshot() -> Callback:
     return default_snapshot()
 
 
-def _run_summary() -> Callback:
-    from polyphase.callbacks import RunSummary
-
-    return RunSummary()
+def _logs_to_tensorboard(config: EngineConfig) -> bool:
+    """Whether a run logs to TensorBoard, by the default logger or by the user's."""
+    loggers = config.logger if isinstance(config.logger, (list, tuple)) else [config.logger]
+    is_wanted = any(logger is None or logger is True or isinstance(logger, TensorBoardLogger) for logger in loggers)
+    return is_wanted and not config.barebones
 
 
 def check_module(module: LightningModule, *, precision: str, comm_hook: CommHook | None = None) -> None:

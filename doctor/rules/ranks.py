@@ -292,9 +292,11 @@ def slow_callback(figures: Figures, threshold: float) -> Finding | None:
     )
     per_step = hooks[hook] / max(figures.totals[outlier.rank].num_steps, 1)
     whose = "" if len(figures.totals) == 1 else f" on {who(figures, outlier.rank, is_one)}"
+    known = figures.ranks[outlier.rank].hooks.get(hook)
+    place = "" if known is None else f" ({known})"
     return Finding(
         cause="slow_callback",
-        evidence=f"{hook} takes {ms(per_step)} a step{whose}, {outlier.value:.0%} of the time",
+        evidence=f"{hook}{place} takes {ms(per_step)} a step{whose}, {outlier.value:.0%} of the time",
         numbers={"share": outlier.value, "others": outlier.others, "step_ms": 1e3 * per_step},
         remedy=f"call {name} less often, or have it do its work in a thread of its own",
         gain=outlier.value,

@@ -23,7 +23,7 @@ from .check import ENGINE_FLAGS, flags_of
 from .check import exit_with as _exit
 from .classes import missing_module, no_argument
 
-__all__ = ["SHORT", "expand", "in_a_line", "run"]
+__all__ = ["SHORT", "EngineCLI", "expand", "in_a_line", "run"]
 
 SHORT = tuple(flag.name for flag in ENGINE_FLAGS)
 """Flags of the engine that may be written without ``trainer.``."""
@@ -32,6 +32,24 @@ _SHORT = re.compile(rf"^--(?=(?:{'|'.join(SHORT)})(?:$|[=+.]))")
 
 NAMES_MODEL = re.compile(r"-[ch].*|--(model|config|help)([=.-].*)?")
 """Words of a command line that name a model, or a file that does, or ask for help."""
+
+
+class EngineCLI(LightningCLI):
+    """A `LightningCLI` that builds an `Engine`, and tells a wrong flag in a line with the closest match.
+
+    Stock `LightningCLI(..., trainer_class=Engine)` runs the same; it prints its usage where a flag is wrong.
+    """
+
+    def __init__(self, *args: Any, parser_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        parsing = {"exit_on_error": False, **(parser_kwargs or {})}
+        try:
+            super().__init__(*args, parser_kwargs=parsing, **{"trainer_class": Engine, **kwargs})
+        except ArgumentError as error:
+            program = os.path.basename(sys.argv[0])
+            command = next((word for word in sys.argv[1:] if word in self.subcommands()), "fit")
+            text = in_a_line(command, str(error)).replace("--help-all", "--help")
+            print(f"{program}: error: {text.replace('All flags: polyphase', f'All flags: {program}')}", file=sys.stderr)
+            sys.exit(2)
 
 
 class _CLI(LightningCLI):
@@ -176,12 +194,13 @@ def _flag(keys: list[str]) -> str:
 
 
 def _unknown_flag(command: str, message: str, flag: str) -> str:
-    match = re.search(r"unrecognized arguments: --(?:trainer\.)?(\S+)", message)
+    match = re.search(r"unrecognized arguments: --(trainer\.)?([^\s=]+)", message)
     if match is None:
         return ""
-    names = [row.name for row in flags_of(command)]
-    hint = did_you_mean(match[1], names, lambda near: f"--{near}", kind="flag")
-    return f"{command} has no flag --{match[1]}.{hint}\nAll flags: polyphase {command} --help-all"
+    before = match[1] or ""
+    names = SHORT if before else [row.name for row in flags_of(command)]
+    hint = did_you_mean(match[2], names, lambda near: f"--{near}", kind="flag").replace("--", f"--{before}", 1)
+    return f"{command} has no flag --{before}{match[2]}.{hint}\nAll flags: polyphase {command} --help-all"
 
 
 def _unknown_key(command: str, message: str, flag: str) -> str:

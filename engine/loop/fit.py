@@ -57,7 +57,7 @@ class FitLoop(_FitLoop):
         optimization: Any = self.epoch_loop.automatic_optimization
         self._num_lossless_epochs, optimization.has_loss, optimization.num_skipped = 0, False, 0
         self.epoch_loop.buffer_check.begin_run()  # type: ignore[attr-defined]
-        self.trainer.add_run_summary()  # type: ignore[attr-defined]
+        self.trainer.add_run_callbacks()  # type: ignore[attr-defined]
         super().on_run_start()
         self.trainer.steering.compare()  # type: ignore[attr-defined]
 

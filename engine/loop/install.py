@@ -2,12 +2,12 @@
 
 import functools
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, ParamSpec
 
 from lightning.fabric.utilities.data import get_all_subclasses
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar, RichModelSummary
 
 # Lightning: called when a run is interrupted.
@@ -47,7 +47,7 @@ from .data_connector import DataConnector
 from .evaluation import EvaluationLoop, PredictionLoop
 from .first_steps import FirstSteps
 from .fit import FitLoop
-from .metrics import LoggerConnector
+from .metrics import LoggerConnector, caller_of_kind
 from .out_of_memory import OutOfMemory
 from .runs import allow_nonempty_folder, check_callbacks, checked, log_later_error, quiet, reports_uncaught
 from .several_optimizers import allowing_several_optimizers
@@ -88,7 +88,11 @@ class TrainerBase(Trainer):
     """The longest time that a rank may make no progress, in seconds; None without limit."""
     config: EngineConfig
     """The arguments of the engine's constructor."""
-    _run_summary: Callback | None = None
+    is_trial = False
+    """Whether the run is a part of `verify` or `bench_comm`, whose result is all that is printed."""
+    stopped_by: Any = None
+    """The callback or module that asked the run to end early; None if none has."""
+    _run_callbacks: Sequence[Callback] = ()
     _ended_by: BaseException | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -100,6 +104,12 @@ class TrainerBase(Trainer):
         """The arguments of the engine's constructor, by name."""
         return self.config.arguments
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Not a property: the loops read it several times in each batch.
+        if name == "should_stop" and value and self.stopped_by is None:
+            self.stopped_by = caller_of_kind((Callback, LightningModule))
+        super().__setattr__(name, value)
+
     fit = checked(Trainer.fit)  # the engine's own `fit` is decorated by `reports_uncaught`, too
     validate = reports_uncaught(checked(Trainer.validate))
     test = reports_uncaught(checked(Trainer.test))
@@ -107,10 +117,10 @@ class TrainerBase(Trainer):
 
     # Lightning: Trainer._run, within the trainer's own handling of exceptions.
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        self._ended_by = None
+        self._ended_by = self.stopped_by = None
         try:
             with (
-                quiet(),
+                quiet(is_trial=self.is_trial),
                 logging_run_parameters(),
                 keeping_interface(),
                 _restoring_loader_classes(),
@@ -128,19 +138,18 @@ class TrainerBase(Trainer):
         self._end_run(None)
         return results
 
-    def add_run_summary(self) -> None:
-        """Adds the run summary to the user's callbacks; `_end_run` removes it."""
+    def add_run_callbacks(self) -> None:
+        """Adds the engine's own callbacks of a run to the user's; `_end_run` removes them."""
         callbacks: list[Callback] = self.callbacks  # type: ignore[attr-defined]
-        if self._run_summary is not None and self._run_summary not in callbacks:
-            callbacks.append(self._run_summary)
+        callbacks += [callback for callback in self._run_callbacks if callback not in callbacks]
 
     def _end_run(self, exception: BaseException | None) -> None:
         """Calls the callbacks' hook `on_run_end`, after all other hooks and saves of the run."""
         callbacks: list[Callback] = self.callbacks  # type: ignore[attr-defined]
-        for callback in dict.fromkeys([*callbacks, self._run_summary]):
+        for callback in dict.fromkeys([*callbacks, *self._run_callbacks]):
             if (on_run_end := getattr(callback, "on_run_end", None)) is not None:
                 on_run_end(self, self.lightning_module, exception)
-        callbacks[:] = [callback for callback in callbacks if callback is not self._run_summary]
+        callbacks[:] = [callback for callback in callbacks if callback not in self._run_callbacks]
 
     def _run_watched(self, *args: Any, **kwargs: Any) -> Any:
         checkpoints: CheckpointConnector = self._checkpoint_connector  # type: ignore[assignment]
@@ -348,7 +357,7 @@ def install_loops(
     config: EngineConfig,
     watch: NonFiniteWatch,
     default_bar: Callback | None,
-    run_summary: Callback | None,
+    run_callbacks: Sequence[Callback],
 ) -> None:
     """Replaces parts of Lightning in a trainer that has not run; these parts have no state yet.
 
@@ -357,12 +366,12 @@ def install_loops(
         config: the arguments of its constructor.
         watch: checks each loss and gradient norm.
         default_bar: the default progress bar; None for none.
-        run_summary: a callback that is added during each run; None for none.
+        run_callbacks: those that are added during each run.
     """
     trainer.heartbeat = Heartbeat(trainer)
     trainer.steering = Steering(trainer)
     trainer.hang_timeout_s = config.hang_timeout_s
-    trainer._run_summary = run_summary
+    trainer._run_callbacks = run_callbacks
     # Lightning: private attributes that Trainer.__init__ sets.
     trainer._callback_connector = CallbackConnector(trainer, default_bar)
     _install_loggers(trainer, config)

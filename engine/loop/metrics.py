@@ -22,7 +22,7 @@ from .._compat.lightning import _METRICS, _LoggerConnector, _Metadata, _ResultCo
 from ..distributed.object_group import ObjectGroup
 from .padding_batch import EvalPadding
 
-__all__ = ["LoggerConnector", "as_numbers", "is_asynchronous", "reduce_results"]
+__all__ = ["LoggerConnector", "as_numbers", "caller_of_kind", "is_asynchronous", "reduce_results"]
 
 _MIN_READS = 3
 """Number of successive steps that read the progress bar's metrics, after which a warning is logged."""
@@ -204,7 +204,8 @@ class LoggerConnector(_LoggerConnector):  # Lightning: Trainer._logger_connector
         self._read_step = step
         if self._num_reads == _MIN_READS and _READ_WARNING not in self.issued_warnings:
             self.issued_warnings.add(_READ_WARNING)
-            log.warning(_READ_WARNING, _calling_callback())
+            caller = caller_of_kind(Callback)
+            log.warning(_READ_WARNING, "A callback" if caller is None else type(caller).__name__)
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
         """Sends `metrics` to the loggers; tensors of a device are read together."""
@@ -225,12 +226,12 @@ class LoggerConnector(_LoggerConnector):  # Lightning: Trainer._logger_connector
             self.trainer._checkpoint_connector.logs.note(logger, numbers, step)  # type: ignore[attr-defined]
 
 
-def _calling_callback() -> str:
-    """Returns the name of the class of the callback that is being called."""
+def caller_of_kind(kinds: type | tuple[type, ...]) -> Any:
+    """Returns the innermost object of these classes whose method is being called; None if there is none."""
     frame = inspect.currentframe()
-    while frame is not None and not isinstance(frame.f_locals.get("self"), Callback):
+    while frame is not None and not isinstance(frame.f_locals.get("self"), kinds):
         frame = frame.f_back
-    return "A callback" if frame is None else type(frame.f_locals["self"]).__name__
+    return None if frame is None else frame.f_locals["self"]
 
 
 # The reduction of values logged with `sync_dist=True`, over the ranks at the end of an epoch, in one collective.

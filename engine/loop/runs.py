@@ -290,14 +290,31 @@ _NOISE = re.compile(
     r"|Loading `train_dataloader` to estimate number of stepping batches"
 )
 
+_NOISE_OF_TRIALS = re.compile(r"`Trainer\.fit` stopped: |`Trainer` already configured with model summary callbacks")
+
 _lock = Lock()
 _num_quiet = 0
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """Context manager that hides Lightning's messages at the start of a run; it may be nested."""
+def quiet(*, is_trial: bool = False) -> Iterator[None]:
+    """Context manager that hides Lightning's messages at the start of a run; it may be nested.
+
+    Args:
+        is_trial: the run is a part of a check, whose own result is all that is printed: its end is hidden, too.
+    """
     global _num_quiet
+    if is_trial:
+        own = functools.partial(_is_not_of_trial)  # an object for each context, which removes its own only
+        for name in _LOGGERS:
+            logging.getLogger(name).addFilter(own)
+        try:
+            with quiet():
+                yield
+        finally:
+            for name in _LOGGERS:
+                logging.getLogger(name).removeFilter(own)
+        return
     with _lock:
         _num_quiet += 1
         for name in _LOGGERS:
@@ -332,6 +349,10 @@ def hide_tree_warnings() -> Iterator[None]:
         # Lightning 2.6 calls `LeafSpec()`, which torch 2.13 deprecates; users can't change that.
         warnings.filterwarnings("ignore", r".*isinstance\(treespec, LeafSpec\)")
         yield
+
+
+def _is_not_of_trial(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.WARNING or not _NOISE_OF_TRIALS.match(record.getMessage())
 
 
 def _is_shown(record: logging.LogRecord) -> bool:

@@ -2,6 +2,7 @@ import re
 import sys
 
 import pytest
+import torch
 from torch.utils.data import DataLoader
 
 from polyphase.callbacks import ConsoleLogger, ProgressBar, ThroughputMonitor, default_progress_bar
@@ -60,6 +61,27 @@ def test_validation_prints_what_it_logged_and_no_sanity_check(capsys):
     trainer = console_trainer(ConsoleLogger(1), max_epochs=2)
     trainer.fit(TinyModule(), loader(batches(2)), loader(batches(2)))
     assert lines(capsys, "validation") == [f"validation after step {step}  val/loss 2  accuracy 0.5" for step in (1, 2)]
+
+
+class LogsNowAndThen(TinyModule):
+    def training_step(self, batch, batch_idx):
+        if batch_idx % 2 == 0:
+            self.log("sometimes", float(batch_idx), prog_bar=True, batch_size=1)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val/loss", torch.tensor(2.0), batch_size=1, prog_bar=True)
+
+
+def test_a_line_has_the_values_that_are_new(capsys):
+    trainer = console_trainer(ConsoleLogger(1), max_epochs=2, check_val_every_n_epoch=2)
+    trainer.fit(LogsNowAndThen(), loader(batches(2, 2, 2)), loader(batches(2)))
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit(LogsNowAndThen(), loader(batches(2, 2)), loader(batches(2)))
+    names = [re.findall(r"(\S+) [\d.e-]+(?=  |$)", line.partition("  step")[2] or line) for line in lines(capsys)]
+    assert [{"sometimes", "val/loss"} & set(of_line) for of_line in names] == [
+        {"sometimes"}, set(), {"sometimes"}, {"sometimes"}, set(), {"sometimes"}, {"val/loss"}, {"sometimes"}, set(),
+    ]  # fmt: skip
 
 
 def test_results_are_printed_once_and_by_the_trainer(capsys):

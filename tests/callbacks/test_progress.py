@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from polyphase.callbacks import ProgressBar
@@ -45,20 +46,84 @@ def counts(rows):
     return [" ".join(match.groups()) for match in found if match]
 
 
+EPOCH = r"epoch {}  0:00:\d\d  train/value_loss \d\S*"
+
+
 def bar_trainer(*callbacks, bar=None, **flags):
     return quiet_trainer(bar or ProgressBar(refresh_rate=10_000), *callbacks, enable_progress_bar=True, **flags)
 
 
 @on_window
-def test_epochs_are_counted_from_one_and_the_last_one_stays(window):
+def test_epochs_are_counted_from_one_and_each_leaves_a_line(window):
     look = Look(window)
     bar_trainer(look, max_epochs=2).fit(TinyModule(), loader(batches(2, 2, 2)))
     expected = [f"Epoch {epoch}/2 {done}/3" for epoch in (1, 2) for done in (1, 2, 3)]
     assert look.train == expected
-    bar, metrics = window.look()
-    assert counts([bar]) == ["Epoch 2/2 3/3"]
-    assert re.fullmatch(r"train/value_loss \S+", metrics)
+    first, second = window.look()
+    assert re.fullmatch(EPOCH.format("1/2"), first)
+    assert re.fullmatch(EPOCH.format("2/2"), second)
     assert "write" not in vars(window.file)
+
+
+class Improves(TinyModule):
+    """A validation whose loss and accuracy are given for each epoch."""
+
+    VALUES = ((3.0, 0.1), (1.0, 0.2), (2.0, 0.3))
+
+    def validation_step(self, batch, batch_idx):
+        loss, accuracy = self.VALUES[self.current_epoch]
+        self.log("val/loss", torch.tensor(loss), batch_size=1)
+        self.log("val/accuracy", torch.tensor(accuracy), batch_size=1, prog_bar=True)
+        self.log("val/rest", torch.tensor(7.0), batch_size=1)
+
+
+def values_of(rows):
+    return [row.split("  ", 3)[3] for row in rows]
+
+
+@on_window
+def test_the_line_of_an_epoch_has_the_validation_and_marks_the_best_so_far(window):
+    bar_trainer(max_epochs=3, num_sanity_val_steps=0).fit(Improves(), loader(batches(2)), loader(batches(2)))
+    rest = "val/rest 7"
+    assert values_of(window.look()) == [
+        f"val/loss 3 (best)  val/accuracy 0.1  {rest}",
+        f"val/loss 1 (best)  val/accuracy 0.2  {rest}",
+        f"val/loss 2  val/accuracy 0.3  {rest}",
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+@on_window
+def test_the_best_is_of_the_value_that_a_callback_monitors(window, tmp_path):
+    best = ModelCheckpoint(tmp_path, monitor="val/accuracy", mode="max")
+    module, data = Improves(), loader(batches(2))
+    flags = {"enable_checkpointing": True, "num_sanity_val_steps": 0}
+    bar_trainer(best, max_epochs=2, **flags).fit(module, data, data)
+    assert ["val/accuracy 0.2 (best)" in row for row in window.look()] == [False, True]
+    again = ModelCheckpoint(tmp_path, monitor="val/accuracy", mode="max")
+    module.VALUES = (*module.VALUES[:2], (0.0, 0.15))  # the best of before the resumption counts
+    bar_trainer(again, max_epochs=3, **flags).fit(module, data, data, ckpt_path=best.best_model_path)
+    assert "val/accuracy 0.15  " in window.look()[-1]
+
+
+@on_window
+def test_an_epoch_without_a_validation_has_no_values_of_the_last_one(window):
+    trainer = bar_trainer(max_epochs=2, check_val_every_n_epoch=2, num_sanity_val_steps=0)
+    trainer.fit(Improves(), loader(batches(2)), loader(batches(2)))
+    assert ["val/loss" in row for row in window.look()] == [False, True]
+
+
+@on_window
+def test_where_a_row_is_full_the_rest_is_counted(window):
+    class Many(TinyModule):
+        def training_step(self, batch, batch_idx):
+            self.log_dict({f"a_value_of_some_length_{i}": float(i) for i in range(9)}, batch_size=1)
+            return super().training_step(batch, batch_idx)
+
+    bar_trainer().fit(Many(), loader(batches(2)))
+    (row,) = window.look()
+    assert len(row) < 100
+    assert re.fullmatch(r"epoch 1/1  \S+  a_value_of_some_length_0 0  .*train/value_loss \S+  \+8", row)
 
 
 @on_window
@@ -78,7 +143,8 @@ def test_sanity_check_and_several_validation_loaders(window):
     first, second = "Epoch 1/1, validation 1/2", "Epoch 1/1, validation 2/2"
     assert look.validation == [f"{first} 1/3", f"{first} 2/3", f"{first} 3/3", f"{second} 1/1"] * 2
     assert look.train == ["Epoch 1/1 1/2", "Epoch 1/1 2/2"]
-    assert counts(window.look()) == ["Epoch 1/1 2/2"]
+    assert counts(window.look()) == []
+    assert len(window.look()) == 1, "the line of the epoch"
 
 
 class Several(TinyModule):
@@ -169,9 +235,9 @@ def test_what_the_user_and_the_loaders_workers_print_is_above(window):
 
     data = DataLoader(Speaks(), batch_size=None, num_workers=1)
     bar_trainer().fit(Prints(), data)
-    rows = window.look()
-    assert sorted(rows[:-2]) == ["by the module"] * 2 + ["sample 0", "sample 1", "step 0", "step 1"]
-    assert counts(rows[-2:]) == ["Epoch 1/1 2/2"]
+    *rows, last = window.look()
+    assert sorted(rows) == ["by the module"] * 2 + ["sample 0", "sample 1", "step 0", "step 1"]
+    assert re.fullmatch(EPOCH.format("1/1"), last)
 
 
 class Speaks(torch.utils.data.Dataset):
@@ -197,14 +263,13 @@ def test_a_disabled_bar_does_nothing(window, bar):
     assert window.look() == []
 
 
-def test_a_file_gets_the_last_rows_without_escape_codes(monkeypatch):
+def test_a_file_gets_the_lines_of_epochs_without_escape_codes(monkeypatch):
     out = io.StringIO()
     monkeypatch.setattr(sys, "stdout", out)
     bar_trainer(max_epochs=2).fit(TinyModule(), loader(batches(2, 2)))
-    bar, metrics = out.getvalue().splitlines()
-    assert counts([bar]) == ["Epoch 2/2 2/2"]
-    assert metrics.startswith("train/value_loss ")
-    assert "\x1b" not in bar + metrics
+    rows = out.getvalue().splitlines()
+    assert len(rows) == 2
+    assert all(re.fullmatch(EPOCH.format(f"{epoch}/2"), row) for epoch, row in enumerate(rows, start=1))
 
 
 @on_window
@@ -220,4 +285,5 @@ def test_the_bar_can_be_sent_to_another_process_in_mid_run(window):
     bar_trainer(pickles).fit(TinyModule(), loader(batches(2)))
     assert pickles.copy.is_enabled
     bar_trainer(bar=pickles.copy).fit(TinyModule(), loader(batches(2)))
-    assert counts(window.look()) == ["Epoch 1/1 1/1"] * 2
+    assert all(re.fullmatch(EPOCH.format("1/1"), row) for row in window.look())
+    assert len(window.look()) == 2

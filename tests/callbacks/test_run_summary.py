@@ -4,12 +4,15 @@ import shlex
 import signal
 import sys
 import time
+from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Timer
 from lightning.pytorch.tuner import Tuner
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.data import DataLoader, TensorDataset
 
 from polyphase.callbacks import MemoryMonitor, RunSummary, ThroughputMonitor
@@ -288,3 +291,61 @@ def test_a_run_that_a_finder_ends_is_over_once(tmp_path):
     engine = Engine(accelerator="cpu", devices=1, max_steps=2, logger=False, callbacks=[counts])
     Tuner(engine).lr_find(Net(), DATA, num_training=2, update_attr=False)
     assert counts.ends == 1
+
+
+class AsksToStop(Callback):
+    def on_train_batch_end(self, trainer, *args):
+        trainer.should_stop = True
+
+
+class StopsItself(Net):
+    def on_train_batch_end(self, *args):
+        self.trainer.should_stop = True
+
+
+@pytest.mark.parametrize(
+    ("stops", "expected"),
+    [
+        (
+            EarlyStopping("val/loss", patience=1, min_delta=1e9),
+            r"EarlyStopping: Monitored metric val/loss did not improve in the last 1 records\. Best score: [\d.]+\.",
+        ),
+        (Timer(timedelta(microseconds=1)), r"Timer: max_time was over after [\d.]+ s"),
+        (AsksToStop(), r"AsksToStop \(trainer\.should_stop\)"),
+        (StopsItself(), r"StopsItself \(trainer\.should_stop\)"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_it_says_who_has_stopped_the_run(stops, expected, capsys):
+    is_module = isinstance(stops, LightningModule)
+    callbacks = [] if is_module else [stops]
+    engine = run(stops if is_module else None, val=DATA, callbacks=callbacks, max_epochs=9)
+    assert engine.current_epoch < 9
+    said = [line for line in lines(capsys) if line.startswith("stopped by ")]
+    assert len(said) == 1
+    assert re.fullmatch(f"stopped by {expected}", said[0])
+    (path,) = Path(engine.log_dir).glob("events.*")
+    written = EventAccumulator(str(path))
+    written.Reload()
+    text = written.Tensors("stopped_by/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert f"stopped by {text}" == said[0]
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+def test_a_run_that_ends_by_its_limit_names_nobody(capsys):
+    engine = run(callbacks=[AsksToStop()], max_epochs=9)
+    engine.fit_loop.max_epochs, engine.callbacks[:] = 10, [c for c in engine.callbacks if type(c) is not AsksToStop]
+    capsys.readouterr()
+    engine.fit(Net(), DATA)
+    assert "stopped by" not in capsys.readouterr().out
+
+
+@pytest.mark.timeout(120)
+def test_it_names_the_rank_that_asked(capfd):
+    class OnRank1(Callback):
+        def on_train_batch_end(self, trainer, *args):
+            if trainer.global_rank == 1:
+                trainer.should_stop = True
+
+    run(callbacks=[OnRank1()], max_epochs=500, strategy="ddp_fork", devices=2)
+    assert "\nstopped by OnRank1 (trainer.should_stop) on rank 1\n" in capfd.readouterr().out

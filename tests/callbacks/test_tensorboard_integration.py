@@ -105,15 +105,15 @@ class Logged(Linear):
         return loss
 
 
-def test_a_doctor_writes_at_most_some_twice_as_many_events():
+def test_a_doctor_writes_few_events_more():
     numbers = []
     for name, callbacks in (("without", []), ("with", [Doctor()])):
         flags = {**QUIET, "logger": TensorBoardLogger(name), "log_every_n_steps": 5, "max_steps": 500, "max_epochs": -1}
         Engine(**flags, devices=1, callbacks=callbacks).fit(Logged(), DataLoader(torch.ones(100, 4)))
         (path,) = Path(name).rglob("events.*")
         numbers.append(sum(1 for _ in EventFileLoader(str(path)).Load()))
-    assert 200 <= numbers[0] <= 210, "a loss and an epoch at each of 100 points"
-    assert numbers[1] <= 2.2 * numbers[0], numbers
+    assert 400 <= numbers[0] <= 410, "a loss, an epoch, a learning rate and a norm at each of 100 points"
+    assert numbers[1] <= 1.65 * numbers[0], numbers
 
 
 def test_one_process_has_no_curves_of_ranks():

@@ -19,7 +19,8 @@ BAR = re.compile(
     r"(Epoch \d+/\d+(?:, validation \d/\d)?|Sanity Checking|Validation \d/\d|Testing|Predicting)"
     r"  (\S+ +)?(\d+)/(\d+)  .*"
 )
-DESCRIPTIONS = {"fit": "Epoch 2/2", "validate": "Validation 2/2", "test": "Testing", "predict": "Predicting"}
+EPOCH = re.compile(r"epoch \d/2  0:00:\d\d  .*train/loss \S+.*")
+DESCRIPTIONS = {"validate": "Validation 2/2", "test": "Testing", "predict": "Predicting"}
 MARKS = {
     "train-0": "Epoch 1/2",
     "validation-0": "Epoch 1/2, validation 1/2",
@@ -57,14 +58,15 @@ def bars(rows: list[str]) -> list[re.Match[str]]:
 
 
 def check_every_row(shown: Shown, num_ranks: int, entries: tuple[str, ...] = ENTRIES) -> None:
-    """Each line is whole, each entry point leaves one full bar, and results are there once."""
+    """Each line is whole, each epoch leaves a line, each other entry point a full bar, and results are there once."""
     assert shown.returncode == 0, shown.rows
     assert shown.is_left_usable
     lines = Counter(row for row in shown.rows if row.startswith("<") and "C++" not in row)
     assert lines == printed(num_ranks, entries), shown.rows
     rows = [row for row in shown.rows if "━━" in row and not row.startswith(("┏", "┡"))]
     left = bars(rows)
-    assert [match[1] for match in left] == [DESCRIPTIONS[entry] for entry in entries], rows
+    assert [match[1] for match in left] == [DESCRIPTIONS[entry] for entry in entries if entry != "fit"], rows
+    assert len([row for row in shown.rows if EPOCH.fullmatch(row)]) == 2 * ("fit" in entries), shown.rows
     assert len(left) == len(rows), rows
     assert all(match[3] == match[4] for match in left), rows
     for entry, name in (("validate", "val/loss "), ("test", "test/loss ")):
@@ -168,4 +170,5 @@ def test_the_demo_of_the_makefile(tmp_path):
     assert shown.is_left_usable
     (accuracy,) = [row for row in shown.rows if "test accuracy" in row or "test/accuracy" in row]
     assert float(accuracy.removeprefix("test accuracy ")) >= 0.97
-    assert [match[1] for match in bars(shown.rows)] == ["Epoch 15/15", "Testing"]
+    assert [match[1] for match in bars(shown.rows)] == ["Testing"]
+    assert len([row for row in shown.rows if re.match(r"epoch \d+/15  0:00:\d\d  train/loss ", row)]) == 15

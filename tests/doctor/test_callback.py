@@ -253,3 +253,12 @@ def test_the_first_line_says_how_the_rank_runs(tmp_path):
     assert (line["kind"], line["rank"], line["world_size"], line["device"]) == ("rank", 0, 1, "cpu")
     assert line["num_workers"] == 0
     assert line["num_threads"] == torch.get_num_threads()
+
+
+def test_the_line_of_a_slow_hook_is_known(tmp_path):
+    run, *_ = fit(tmp_path, Slow())
+    line = Slow.on_train_batch_end.__code__.co_firstlineno
+    assert run.ranks[0].hooks["Slow.on_train_batch_end"] == f"test_callback.py:{line}"
+    assert not [name for name in run.ranks[0].hooks if name.startswith("Doctor.")]
+    (finding,) = [finding for finding in judge(run).findings if finding.cause == "slow_callback"]
+    assert finding.evidence.startswith(f"Slow.on_train_batch_end (test_callback.py:{line}) takes ")

@@ -5,9 +5,11 @@ import re
 from dataclasses import replace
 
 import pytest
+from rich.console import Console
 
 from polyphase.doctor import Run, judge, write_rank
 from polyphase.doctor.page import page
+from polyphase.doctor.verdict import show
 from polyphase.engine.cli import main
 
 from .runs import info, interval, run_of
@@ -38,6 +40,19 @@ def test_the_terminal_has_cause_rank_remedy_and_shares(folder, monkeypatch, caps
     assert "all 100.0% 100.0%" in said
 
 
+def test_shares_that_are_shown_add_up(capsys):
+    small = dict.fromkeys(["copy", "callbacks", "logging", "validation", "checkpoint"], 0.04)
+    verdict = judge(run_of(interval(**small), interval(**small)))
+    show(verdict, Console())
+    of_rank = [float(number) for number in re.findall(r"^\D+?([\d.]+)%", capsys.readouterr().out, re.MULTILINE)]
+    *parts, whole = of_rank
+    assert whole == 100.0
+    assert sum(parts) == pytest.approx(100.0, abs=0.05 * len(parts))
+    shares = re.findall(r"(\d+)% ([a-z ]+)", verdict.lines()[0])
+    assert shares[-1] == ("3", "other")
+    assert sum(int(share) for share, _ in shares) == pytest.approx(100, abs=3)
+
+
 def test_json_is_for_programs(folder, monkeypatch, capsys):
     code, said, _ = doctor(monkeypatch, capsys, folder, "--json")
     verdict = json.loads(said)
@@ -51,9 +66,10 @@ def test_of_a_folder_of_runs_the_newest(folder, monkeypatch, capsys):
 
 
 def test_a_page_needs_no_network_and_no_script(folder, tmp_path, monkeypatch, capsys):
-    code, _, _ = doctor(monkeypatch, capsys, folder, "--html", tmp_path / "page.html")
+    code, said, _ = doctor(monkeypatch, capsys, folder, "--html", tmp_path / "page.html")
     text = (tmp_path / "page.html").read_text()
     assert code == 0
+    assert f"wrote {tmp_path / 'page.html'}" in "".join(said.splitlines())
     assert len(text) < 2_000_000
     assert not re.search(r"https?://|<script|<link|url\(|@import", text)
     assert "prefers-color-scheme: dark" in text

@@ -51,3 +51,19 @@ def test_a_value_of_another_tool_is_answered_with_ours(flag, word):
         return
     with pytest.raises(UsageError, match=re.escape(f"Did you mean {ours!r}?")):
         check("fit", [*RUN, f"--{flag}", word.upper()])
+
+
+@pytest.mark.parametrize(
+    ("word", "ours"),
+    [
+        ("zero3_fork", "fsdp_fork"),
+        ("ZeRO2_spawn", "fsdp_spawn:reshard_after_forward=false"),
+        ("zero_notebook", "zero1_notebook"),
+    ],
+)
+def test_the_word_of_another_tool_keeps_its_launcher(word, ours):
+    check("fit", [*RUN, "--strategy", ours])
+    with pytest.raises(ValueError, match=re.escape(f"Did you mean {ours!r}?")):
+        Engine(strategy=word, accelerator="cpu", logger=False)
+    with pytest.raises(UsageError, match=re.escape(f"Did you mean {ours!r}?")):
+        check("fit", [*RUN, "--strategy", word])

@@ -1,6 +1,8 @@
 """`Engine.verify`: a run equals one process of stock Lightning step by step, or the first difference is named."""
 
+import logging
 import re
+import sys
 
 import pytest
 import torch
@@ -207,3 +209,16 @@ def test_verify_leaves_the_engine_as_it_was():
     module = Regression()
     run.fit(module, rows())
     assert run.global_step == 8
+
+
+@pytest.mark.parametrize("strategy", ["auto", "fsdp_fork"])
+def test_only_the_verdict_is_printed(strategy, capfd, monkeypatch):
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        handler = logging.StreamHandler(sys.stderr)  # Lightning's own holds the stream of its import
+        monkeypatch.setattr(logging.getLogger(name), "handlers", [handler])
+        monkeypatch.setattr(logging.getLogger(name), "propagate", False)
+    certificate = Engine(strategy=strategy, devices=2 if strategy != "auto" else 1, accelerator="cpu").verify(
+        Regression(), rows(), steps=2
+    )
+    out, err = capfd.readouterr()
+    assert (out + err).splitlines() == str(certificate).splitlines()

@@ -14,6 +14,12 @@ def test_slow_callback_of_one_rank_is_named():
     assert finding.gain == pytest.approx(1 / 3, abs=0.01)
 
 
+def test_a_hook_of_the_users_is_named_with_its_line():
+    slow = changed(interval(callbacks=5.0), by_hook={"Draws.on_train_batch_end": 0.4})
+    finding = only(run_of(slow, slow, hooks={"Draws.on_train_batch_end": "train.py:41"}))
+    assert finding.evidence.startswith("Draws.on_train_batch_end (train.py:41) takes 4 ms a step")
+
+
 def test_slow_callback_of_all_is_no_ranks():
     slow = changed(interval(callbacks=5.0), by_hook={"Draws.on_train_batch_end": 0.5})
     assert only(run_of(slow, slow)).ranks == ()

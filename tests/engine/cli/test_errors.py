@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from polyphase.engine.cli.lightning_cli import in_a_line, run
+from tests.distributed import run_command
 from tests.pairs import nightly
 
 MODEL = """
@@ -89,3 +90,38 @@ def test_an_unknown_key_of_a_file(refused):
 def test_of_a_message_that_is_not_known_the_lines_that_say_something_are_kept():
     message = "Parser key \"trainer.plugins\":\n  Errors:\n    - The moon is full\n    - Expected a <class 'NoneType'>"
     assert in_a_line("fit", message) == "--plugins: The moon is full\nAll flags: polyphase fit --help"
+
+
+OWN = """
+from lightning.pytorch.demos.boring_classes import BoringModel
+from polyphase.engine.cli.lightning_cli import EngineCLI
+EngineCLI(BoringModel)
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--trainer.stratgy", "ddp"], "fit has no flag --trainer.stratgy. Did you mean --trainer.strategy?"),
+        (["--trainer.fp16", "true"], "fit has no flag --trainer.fp16. Did you mean --trainer.precision 16-mixed?"),
+        (["--trainer.gradient_accumulation_steps=4"], "Did you mean --trainer.accumulate_grad_batches?"),
+    ],
+)
+def test_a_cli_of_the_users_own_tells_it_in_two_lines(words, message, tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    finished = run_command([sys.executable, "own.py", "fit", *words], cwd=tmp_path)
+    assert finished.returncode == 2
+    *_, said, more = finished.output.strip().splitlines()
+    assert said.startswith("own.py: error: fit has no flag ")
+    assert message in said
+    assert more == "All flags: own.py fit --help"
+    assert "usage" not in finished.output
+
+
+def test_a_cli_of_the_users_own_trains(tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    finished = run_command(
+        [sys.executable, "own.py", "fit", "--trainer.max_steps", "1", "--trainer.accelerator", "cpu"], cwd=tmp_path
+    )
+    assert finished.returncode == 0, finished.output
+    assert "1 step in " in finished.output

@@ -1,0 +1,110 @@
+"""`OptimizerMonitor`: the learning rates, and the norm of all gradients where clipping has not computed it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import LearningRateMonitor
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from polyphase.callbacks import OptimizerMonitor
+from tests.engine.tiny import Regression, engine, rows
+from tests.pairs import nightly
+
+from .runs import MemoryLogger
+
+
+class Whole(Callback):
+    """The norm of the gradients before each step, in one process."""
+
+    def __init__(self):
+        self.norms = []
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        self.norms.append(float(torch.nn.utils.get_total_norm([p.grad for p in pl_module.parameters()])))
+
+
+class TwoGroups(Regression):
+    def configure_optimizers(self):
+        first, _, last = self.net
+        groups = [{"params": first.parameters(), "lr": 0.1}, {"params": last.parameters(), "lr": 0.2}]
+        optimizer = torch.optim.SGD(groups)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+def logged(module, *callbacks, **flags):
+    logger = MemoryLogger()
+    engine(callbacks=[OptimizerMonitor(2), *callbacks], logger=logger, max_steps=4, max_epochs=-1, **flags).fit(
+        module, rows()
+    )
+    return [(step, row) for step, row in logger.rows if "grad_norm" in row or any("lr-" in name for name in row)]
+
+
+@pytest.mark.parametrize(
+    "flags", [{}, {"gradient_clip_val": 0.1}, {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"}], ids=str
+)
+def test_rates_of_each_group_and_the_norm_before_clipping(flags):
+    whole = Whole()
+    found = logged(TwoGroups(), whole, **flags)
+    assert [step for step, _ in found] == [2, 4]
+    for (step, row), norm in zip(found, whole.norms[1::2], strict=True):
+        assert row.pop("grad_norm") == pytest.approx(norm, rel=1e-6)
+        # The rates of the next step, as of all that is logged after one.
+        assert row == {"lr-SGD/pg1": 0.1 * 0.5**step, "lr-SGD/pg2": 0.2 * 0.5**step}
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "fsdp_fork",
+        "pp_fork:pipeline_size=2",
+        *nightly("ddp_fork", "zero1_fork", "tp_fork"),
+    ],
+)
+def test_several_ranks_log_the_norm_of_one_process(strategy, tmp_path):
+    whole = Whole()
+    engine(callbacks=[whole], max_steps=2, max_epochs=-1, global_batch_size=8).fit(Regression(), rows(16))
+    logger = CSVLogger(tmp_path)
+    flags = {"strategy": strategy, "devices": 2, "max_steps": 2, "max_epochs": -1, "log_every_n_steps": 1}
+    engine(callbacks=[OptimizerMonitor()], logger=logger, **flags, global_batch_size=8).fit(Regression(), rows(16))
+    (path,) = Path(tmp_path).rglob("metrics.csv")
+    names, *lines = [line.split(",") for line in path.read_text().splitlines()]
+    norms = [float(dict(zip(names, line, strict=True))["grad_norm"]) for line in lines]
+    assert norms == pytest.approx(whole.norms, rel=1e-5)
+
+
+def test_rates_that_lightnings_monitor_logs_are_left_to_it():
+    assert all("lr-SGD" not in row for _, row in logged(Regression(), LearningRateMonitor()) if "grad_norm" in row)
+
+
+def test_a_run_logs_both_to_tensorboard_by_default(tmp_path):
+    engine(logger=TensorBoardLogger(tmp_path), max_steps=2, max_epochs=-1, log_every_n_steps=1).fit(
+        Regression(), rows()
+    )
+    (path,) = Path(tmp_path).rglob("events.*")
+    written = EventAccumulator(str(path))
+    written.Reload()
+    for name in ("lr-SGD", "grad_norm"):
+        assert [event.step for event in written.Scalars(name)] == [1, 2]
+
+
+class Looks(Callback):
+    def on_train_start(self, trainer, pl_module):
+        self.seen = [callback for callback in trainer.callbacks if isinstance(callback, OptimizerMonitor)]
+
+
+def monitors(*callbacks, **flags):
+    looks = Looks()
+    engine(callbacks=[looks, *callbacks], max_steps=1, **flags).fit(Regression(), rows())
+    return looks.seen
+
+
+def test_the_engine_adds_one_for_tensorboard_alone(tmp_path):
+    assert len(monitors(logger=True)) == 1
+    own = OptimizerMonitor(5)
+    assert monitors(own, logger=True) == [own]
+    for logger in (False, CSVLogger(tmp_path), [MemoryLogger()]):
+        assert not monitors(logger=logger)
