@@ -43,7 +43,7 @@ class EngineCLI(LightningCLI):
     def __init__(self, *args: Any, parser_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         parsing = {"exit_on_error": False, **(parser_kwargs or {})}
         try:
-            super().__init__(*args, parser_kwargs=parsing, **{"trainer_class": Engine, **kwargs})
+            super().__init__(*args, **{"trainer_class": Engine, **kwargs, "parser_kwargs": parsing})
         except ArgumentError as error:
             program = os.path.basename(sys.argv[0])
             command = next((word for word in sys.argv[1:] if word in self.subcommands()), "fit")

@@ -264,11 +264,32 @@ def explained(name: str) -> str:
             sizes.append(size)
         except ValueError as error:
             refused = refused or error
+    calls = [
+        f"No pipeline: the model is called in {hook} ({where}); call it in a step, such as validation_step."
+        for hook, where in _calls_of_the_model(type(model))
+    ]
     if not sizes:
         assert refused is not None
-        return "\n".join([*lines, f"No tensor parallelism: {refused}"])
+        return "\n".join([*lines, f"No tensor parallelism: {refused}", *calls])
     fits = f"tp can be {', '.join(map(str, sizes))} (of up to {_MOST_RANKS})."
-    return "\n".join([*lines, str(make_plan(model, sizes[0])), "", fits])
+    return "\n".join([*lines, str(make_plan(model, sizes[0])), "", fits, *calls])
+
+
+def _calls_of_the_model(cls: type) -> Iterator[tuple[str, str]]:
+    """Yields the hooks outside of steps in which a class calls itself as a model, with file and line of the call."""
+    for name in dir(cls):
+        method = getattr(cls, name)
+        if not name.startswith("on_") or not inspect.isfunction(method) or method.__module__.startswith("lightning."):
+            continue
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(method)))
+        except (OSError, TypeError, SyntaxError):
+            continue  # created at run time, or in an interactive session
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("self", "self.forward"):
+                code = method.__code__
+                yield name, f"{os.path.basename(code.co_filename)}:{code.co_firstlineno + node.lineno - 1}"
+                break
 
 
 def _build(name: str) -> "LightningModule":

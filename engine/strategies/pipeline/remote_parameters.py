@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from lightning.pytorch import Callback, LightningModule
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -197,6 +198,14 @@ def _gradient(tensor: Tensor) -> Tensor | None:
 
 
 def _why(name: str, args: Any, kwargs: Any) -> str:
+    hook = _hook_that_calls_the_model()
+    if hook is not None:
+        return (
+            f"the model is called in {hook}, at {users_line()}: the stages of a pipeline run it together, in its steps"
+            f" only, and this one has no values of {_name(args, kwargs)!r}. Call it in training_step, validation_step,"
+            " test_step or predict_step (a sample to look at can be a batch of the validation loader), or choose"
+            " another strategy, such as 'fsdp'."
+        )
     return (
         f"{users_line()} needs the values of {_name(args, kwargs)!r}, which another pipeline stage has ({name}): a hook"
         " may write into each parameter, or gradient, only what it computes from this one. Do this in the optimizer or"
@@ -204,6 +213,17 @@ def _why(name: str, args: Any, kwargs: Any) -> str:
         " `p.is_meta` if each stage may do this for its own, without the others'; or choose another strategy, such as"
         " 'fsdp'."
     )
+
+
+def _hook_that_calls_the_model() -> str | None:
+    """Returns ``"Class.hook"`` of a hook of the user's that runs a forward outside of the steps; None without one."""
+    runs_forward = False
+    for frame in filter(is_users, _frames()):
+        name, owner = frame.f_code.co_name, frame.f_locals.get("self")
+        runs_forward |= name == "forward"
+        if name.startswith("on_") and isinstance(owner, (LightningModule, Callback)):
+            return f"{type(owner).__name__}.{name}" if runs_forward else None
+    return None
 
 
 def _makes_parameter() -> bool:

@@ -26,6 +26,12 @@ class Single(LightningModule):
         self.layer = torch.nn.Linear(2, 2)
 
 
+class Samples(ByteGPT):
+    def on_validation_epoch_end(self):
+        if self.trainer.is_global_zero:
+            self.print(self(torch.zeros(1, 8, dtype=torch.int64)))
+
+
 class Needs(LightningModule):
     def __init__(self, size):
         super().__init__()
@@ -43,6 +49,13 @@ def test_it_names_units_plan_and_the_sizes_that_divide():
 @pytest.mark.parametrize("name", ["Big", "Late"])
 def test_a_class_goes_by_its_import_path_and_takes_no_memory(name):
     assert "attention" in explained(f"{__name__}.{name}")
+
+
+def test_a_hook_that_calls_the_model_is_found_before_a_run():
+    line = Samples.on_validation_epoch_end.__code__.co_firstlineno + 2
+    where = f"No pipeline: the model is called in on_validation_epoch_end (test_explain.py:{line}); call it in a step"
+    assert where in explained(f"{__name__}.Samples")
+    assert "No pipeline" not in explained("ByteGPT")
 
 
 def test_it_says_why_nothing_is_split():

@@ -5,6 +5,7 @@ import io
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import grad_norm
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
@@ -121,3 +122,28 @@ GRADIENT = r"in {}: .* reads the gradient of 'blocks.1.weight', .* Set gradient_
 def test_who_needs_more_is_told_the_name(use, message):
     with pytest.raises(CutError, match=message):
         use(first_stage())
+
+
+class Samples(LightningModule):
+    """Looks at an output of its own once an epoch, as people do."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = first_stage()
+
+    def forward(self, x):
+        for block in self.net.blocks:
+            x = block(x)
+        return x
+
+    def on_validation_epoch_end(self):
+        self(torch.ones(3))
+
+
+def test_a_hook_that_calls_the_model_is_named_first():
+    message = (
+        r"^the model is called in Samples.on_validation_epoch_end, at .*remote_parameters.py:\d+ in forward: .* Call it"
+        r" in training_step, validation_step"
+    )
+    with pytest.raises(CutError, match=message):
+        Samples().on_validation_epoch_end()
