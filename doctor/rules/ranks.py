@@ -292,8 +292,8 @@ def slow_callback(figures: Figures, threshold: float) -> Finding | None:
     )
     per_step = hooks[hook] / max(figures.totals[outlier.rank].num_steps, 1)
     whose = "" if len(figures.totals) == 1 else f" on {who(figures, outlier.rank, is_one)}"
-    known = figures.ranks[outlier.rank].hooks.get(hook)
-    place = "" if known is None else f" ({known})"
+    line = figures.ranks[outlier.rank].hooks.get(hook)
+    place = "" if line is None else f" ({line})"
     return Finding(
         cause="slow_callback",
         evidence=f"{hook}{place} takes {ms(per_step)} a step{whose}, {outlier.value:.0%} of the time",
