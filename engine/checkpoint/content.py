@@ -14,7 +14,7 @@ from typing_extensions import NotRequired, Required, TypedDict
 from ..foreign import Count, Positive, Range, problem
 from .manifest import CheckpointError, Manifest
 from .single_file import MANIFEST_KEY, OURS
-from .state_tree import NAMES, is_mark
+from .state_tree import NAMES, is_mark, is_optimizers_own
 
 __all__ = ["VERSION", "check_state"]
 
@@ -143,7 +143,8 @@ def _of_its_groups(state: _NamedState) -> str | None:
     names = [name for group in state["param_groups"] for name in group["params"]]
     if len({*names}) < len(names):
         return "has a parameter twice"
-    return None if state["state"].keys() <= {*names} else "has the state of a parameter of none of its groups"
+    others = [key for key in state["state"] if key not in {*names} and not is_optimizers_own(key)]
+    return "has the state of a parameter of none of its groups" if others else None
 
 
 _Fit = TypedDict(
@@ -355,7 +356,8 @@ def _wrong_names(rest: dict[str, Any], own: dict[str, Any]) -> Iterator[str]:
         yield f"{NAMES} has {len(names)} parts, and optimizer_states has {len(states)}"
     else:
         for number, (state, of_state) in enumerate(zip(states, names, strict=False)):
-            numbers = [*state["state"], *(number for group in state["param_groups"] for number in group["params"])]
+            of_parameters = [key for key in state["state"] if not isinstance(key, str)]
+            numbers = [*of_parameters, *(number for group in state["param_groups"] for number in group["params"])]
             if any(type(number) is not int or not 0 <= number < len(of_state) for number in numbers):
                 yield f"optimizer_states[{number}] has a parameter without a name"
 

@@ -20,6 +20,7 @@ __all__ = [
     "by_number",
     "excess",
     "is_mark",
+    "is_optimizers_own",
     "is_plain",
     "join",
     "like",
@@ -220,7 +221,7 @@ def by_name(state: dict[str, Any], names: list[str]) -> dict[str, Any]:
         state: a result of `torch.optim.Optimizer.state_dict`.
         names: names of the parameters, in the order of the optimizer's groups.
     """
-    return _renamed(state, lambda number: names[number])
+    return _renamed(state, lambda key: _OPTIMIZERS_OWN + key if isinstance(key, str) else names[key])
 
 
 def all_by_name(states: Sequence[dict[str, Any]], names: Sequence[list[str]]) -> list[dict[str, Any]]:
@@ -231,7 +232,7 @@ def all_by_name(states: Sequence[dict[str, Any]], names: Sequence[list[str]]) ->
 def by_number(state: dict[str, Any], names: list[str]) -> dict[str, Any]:
     """Reverses `by_name`, for an optimizer whose parameters are in the order of `names`."""
     numbers = {name: number for number, name in enumerate(names)}
-    return _renamed(state, numbers.__getitem__)
+    return _renamed(state, lambda key: key.removeprefix(_OPTIMIZERS_OWN) if is_optimizers_own(key) else numbers[key])
 
 
 def to_lightning(checkpoint: dict[str, Any]) -> dict[str, Any]:
@@ -254,6 +255,16 @@ def _as(original: dict[Any, Any], changed: dict[Any, Any]) -> dict[Any, Any]:
     ordered = OrderedDict(changed)
     ordered.__dict__.update(original.__dict__)
     return ordered
+
+
+_OPTIMIZERS_OWN = "."
+"""Begins, among names of parameters, a key under which an optimizer keeps state of all of them (a count of its steps):
+no name of a parameter begins so."""
+
+
+def is_optimizers_own(key: str) -> bool:
+    """Whether a key of an optimizer's named state is one of its own, and no parameter's name."""
+    return key.startswith(_OPTIMIZERS_OWN)
 
 
 def _renamed(state: dict[str, Any], new: Callable[[Any], Any]) -> dict[str, Any]:

@@ -34,6 +34,7 @@ from ..checkpoint import get_random_state
 from ..distributed.object_group import WORLD
 from ..precision.clipping import norm_of
 from ..strategies import adapt, capabilities_of
+from ..strategies.pipeline.reachable_state import snapshot_outside
 from .module_copy import Memory, SampledBlock, copy_whole, fill_copy
 from .unsplit import (
     SETTINGS,
@@ -84,6 +85,7 @@ class FirstSteps:
 
     duration_s = 0.0
     """The seconds that this rank has spent on the check so far, including its wait for rank 0."""
+    _rates: "_RateSums | None" = None
 
     def __init__(self, trainer: Any, policy: bool | Literal["auto"]) -> None:
         self._trainer, self._policy = trainer, policy
@@ -103,6 +105,8 @@ class FirstSteps:
         self._steps: list[Step] = []
         self._weights_before: dict[str, Tensor] | None = None
         self._problem: str | None = None
+        self._put_outside: Any = None
+        """Puts back what the module's code reached outside of it before the first step."""
         self._handles: list[Any] = []
 
     # --- before
@@ -217,6 +221,7 @@ class FirstSteps:
             state = strategy.lightning_module_state_dict()
             if self._copy is not None:
                 self._attempt(lambda: self._fill_copy(state))
+                self._attempt(lambda: setattr(self, "_put_outside", snapshot_outside(trainer.lightning_module)))
             self._attempt(self._remember)
         if self._sample is not None:
             self._sample.begin()
@@ -319,18 +324,44 @@ class FirstSteps:
         Ranks that differ from some later step on, such as the one in which parameters were unfrozen, are seen here.
         So is code that changes weights on one rank, under `ddp` too, whose steps are not repeated by default.
         """
+        rates, self._rates = self._rates, None
         if not self._keeps_replicas:
             return
-        unequal = WORLD.broadcast_object(unequal_replicas(WORLD.gather_object(self._weights())))
-        if unequal:
+        sums: list[list[float]] = []
+        if rates is not None:
+            rates.close()
+            sums = rates.sums
+        by_rank = WORLD.gather_object((self._weights(), sums))
+        weights, sums_by_rank = zip(*by_rank, strict=True) if by_rank else ((), ())
+        unequal, rates_text = WORLD.broadcast_object((unequal_replicas(weights), _unequal_rates(sums_by_rank)))
+        module = type(self._trainer.lightning_module).__name__
+        if rates_text is not None:
+            self._tell(
+                f"under strategy {self._trainer.strategy!r} the ranks have trained {module} with different learning"
+                f" rates: {rates_text}. A scheduler or callback has decided by what only its own rank has, such as a"
+                " loss, or a metric that was logged without `sync_dist=True`: the result is not that of one process."
+                " Log it with `sync_dist=True`, or decide by `self.trainer.strategy.reduce(value)`.",
+                is_over=True,
+            )
+        elif unequal:
             name, text = unequal[0]
-            module = type(self._trainer.lightning_module).__name__
             self._tell(
                 f"the ranks have ended the run with different weights of {module}: {name!r} and {len(unequal) - 1} more"
                 f" differ ({text}). A gradient was not averaged, or code has changed weights on one rank."
                 " `ReplicaGuard` names the step.",
                 is_over=True,
             )
+
+    def begin_run(self) -> None:
+        """Called before the first epoch, when there are optimizers: adds up their learning rates from now on."""
+        if self._keeps_replicas and self._trainer.strategy.layout.pp == 1:  # stages have other groups
+            self._rates = _RateSums(self._trainer.strategy.optimizers)
+
+    def close(self) -> None:
+        """Removes what is still attached; called however a run ends."""
+        if self._rates is not None:
+            self._rates.close()
+            self._rates = None
 
     def _weights(self) -> Digests:
         return digests(self._trainer.lightning_module.named_parameters()).on_host()
@@ -427,13 +458,20 @@ class FirstSteps:
         shares_statistics = strategy._layer_sync is not None or strategy.averages_buffers
         joins_batches = not module.automatic_optimization or shares_statistics
         steps = list(zip(*ranks, strict=True))
+        # The copy shares what is outside of it with the run, such as a count on a class: it begins as the run has, and
+        # leaves it as the run has left it.
+        undo, begin = snapshot_outside(module), self._put_outside or (lambda: None)
+        begin()
         replay = Replay(module, trainer, strategy.root_device, joins_batches, draws_same_numbers)
         try:
             replay.run(steps)
         except NeedsOtherRanks:  # for example by `self.all_gather`
             module.load_state_dict(self._weights_before or {}, strict=False)
+            begin()
             replay = Replay(module, trainer, strategy.root_device, True, draws_same_numbers)
             replay.run(steps)
+        finally:
+            undo()
         return replay
 
     def _describe(self, differences: list[str]) -> str:
@@ -463,6 +501,47 @@ def _host_copy(batch: Any) -> Any:
     own = apply_to_collection(batch, Tensor, lambda t: t.detach().to("cpu", copy=True).requires_grad_(t.requires_grad))
     pickle.dumps(own)  # raises an error here, not later when the other ranks wait
     return own
+
+
+class _RateSums:
+    """For each group of optimizers, the sum of the learning rates of its steps, which must be the same on all ranks.
+
+    A rank that steps with another rate shows in its weights under `ddp`, but not where each rank steps its own shards.
+    """
+
+    def __init__(self, optimizers: Sequence[Any]) -> None:
+        self._sums: dict[Any, list[float]] = {o: [] for o in optimizers if isinstance(o, torch.optim.Optimizer)}
+        self._handles = [optimizer.register_step_post_hook(self._add) for optimizer in self._sums]
+
+    def _add(self, optimizer: Any, *_: Any) -> None:
+        before = self._sums[optimizer]
+        rates = [group["lr"] for group in optimizer.param_groups if "lr" in group]
+        before += [0.0] * (len(rates) - len(before))  # groups that were added meanwhile
+        # Others are tensors of a device, which the host would wait for.
+        self._sums[optimizer] = [
+            total + rate if isinstance(rate, float) else total for total, rate in zip(before, rates, strict=False)
+        ]
+
+    @property
+    def sums(self) -> list[list[float]]:
+        """The sums of each optimizer's groups."""
+        return list(self._sums.values())
+
+    def close(self) -> None:
+        """Removes its hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+
+def _unequal_rates(sums: Sequence[list[list[float]]]) -> str | None:
+    """Describes the first group whose sum of learning rates is not the same on all ranks."""
+    for rank, of_rank in enumerate(sums):
+        for index, (own, first) in enumerate(zip(of_rank, sums[0], strict=False)):
+            for group, (a, b) in enumerate(zip(first, own, strict=False)):
+                if abs(a - b) > 1e-9 * max(abs(a), abs(b)):
+                    where = f"optimizer {index}, group {group}"
+                    return f"those of {where} add up to {a:.7g} on rank 0, to {b:.7g} on rank {rank}"
+    return None
 
 
 def _settings(optimizer: Any) -> list[dict[str, Any]]:

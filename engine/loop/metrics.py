@@ -20,9 +20,10 @@ from torch import Tensor
 # Lightning: where logged values are accumulated.
 from .._compat.lightning import _METRICS, _LoggerConnector, _Metadata, _ResultCollection, _ResultMetric, _Sync
 from ..distributed.object_group import ObjectGroup
+from ..strategies import capabilities_of
 from .padding_batch import EvalPadding
 
-__all__ = ["LoggerConnector", "as_numbers", "caller_of_kind", "is_asynchronous", "reduce_results"]
+__all__ = ["LoggerConnector", "agreed_value", "as_numbers", "caller_of_kind", "is_asynchronous", "reduce_results"]
 
 _MIN_READS = 3
 """Number of successive steps that read the progress bar's metrics, after which a warning is logged."""
@@ -232,6 +233,47 @@ def caller_of_kind(kinds: type | tuple[type, ...]) -> Any:
     while frame is not None and not isinstance(frame.f_locals.get("self"), kinds):
         frame = frame.f_back
     return None if frame is None else frame.f_locals["self"]
+
+
+def agreed_value(trainer: Any, name: str, value: Any) -> Any:
+    """Returns the value of a metric by which a scheduler sets learning rates, the same on all ranks.
+
+    Without `sync_dist=True` a value is that of a rank's own samples, by which each rank would train with another rate.
+    Blocks until all ranks have sent theirs: 16 bytes, once for each step of such a scheduler.
+
+    Args:
+        trainer: its ranks call this together.
+        name: the name under which the value was logged.
+        value: this rank's; None if it has logged none.
+    """
+    if trainer.world_size == 1 or not capabilities_of(trainer.strategy).keeps_step:
+        return value
+    own = None if value is None else (float(value), _weight_of(trainer, name))
+    values = [pair for pair in trainer.all_ranks.all_gather_object(own) if pair is not None]
+    first = values[0][0] if values else None
+    if not values or (own is not None and all(v == first or v != v != first for v, _ in values)):
+        return value
+    item = _logged_item(trainer, name)
+    reduce = None if item is None or item.meta.is_mean_reduction else item.meta.sync.op
+    numbers = [number for number, _ in values]
+    if reduce in ("max", "min", "sum"):
+        agreed = {"max": max(numbers), "min": min(numbers), "sum": sum(numbers)}[reduce]
+    else:
+        weights = [weight for _, weight in values] if all(weight for _, weight in values) else [1.0] * len(values)
+        agreed = sum(number * weight for (number, _), weight in zip(values, weights, strict=True)) / sum(weights)
+    return torch.tensor(agreed, dtype=getattr(value, "dtype", None), device=getattr(value, "device", None))
+
+
+def _logged_item(trainer: Any, name: str) -> _ResultMetric | None:
+    loop = trainer.fit_loop.epoch_loop
+    items = [item for results in (loop._results, loop.val_loop._results) for item in results.values()]
+    return next((item for item in items if item.meta.name == name and item.meta.on_epoch), None)
+
+
+def _weight_of(trainer: Any, name: str) -> float:
+    """Returns the number of samples that a rank has logged a mean of; 0 if unknown."""
+    item = _logged_item(trainer, name)
+    return float(getattr(item, "cumulated_batch_size", 0.0))
 
 
 # The reduction of values logged with `sync_dist=True`, over the ranks at the end of an epoch, in one collective.

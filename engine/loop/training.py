@@ -39,6 +39,7 @@ from .first_steps import FirstSteps
 from .garbage import GarbageCollection
 from .hooks import Hooks, Shortcuts, Transfer, overridden
 from .log import attach_log, detach_log
+from .metrics import agreed_value
 from .optimization import AutomaticOptimization, ManualOptimization, check_may_skip
 from .out_of_memory import OutOfMemory, RetryStep
 
@@ -210,6 +211,10 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
         is_left_out = guard is not None and guard.verdict is True
         if not (interval == "step" and is_left_out and adapt(self.trainer.strategy).averages_gradients):
             super().update_lr_schedulers(interval, update_plateau_schedulers)
+
+    def _get_monitor_value(self, key: str) -> Any:
+        # Lightning: _TrainingEpochLoop._update_learning_rates reads the metric of a ReduceLROnPlateau here.
+        return agreed_value(self.trainer, key, super()._get_monitor_value(key))
 
     def _begin_new_loaders(self, data_fetcher: _DataFetcher) -> None:
         """Creates the second iterator of loaders that are new in this epoch, with the random draws of the first one."""

@@ -34,6 +34,7 @@ from ..attachments import has_hooks
 from ..checkpoint import get_random_state, set_random_state
 from ..distributed.buckets import move_module
 from ..precision.loss_scaling import Parameters
+from ..strategies.pipeline.reachable_state import snapshot_outside
 from .module_copy import Memory, put
 
 __all__ = [
@@ -406,6 +407,9 @@ class Replay:
         before = [] if self.joins_batches else [(buffer, buffer.clone()) for buffer in module.buffers()]
         # A hook on a parameter gets the gradient of the whole batch at once, as it does in one process.
         is_hooked, losses = has_hooks(module.parameters()), []
+        # Each rank has classes and globals of its own, too.
+        is_alone = self.joins_batches or len(window) == 1
+        put_outside = (lambda: None) if is_alone else snapshot_outside(module)
         for rank, micro_batch in enumerate([self._joined(window)] if self.joins_batches else window):
             if micro_batch.samples == 0:
                 continue
@@ -415,14 +419,14 @@ class Replay:
                 buffer.data.copy_(value)
             if rank:
                 self._memories[rank].recall(module)
+                put_outside()
             output = self._call(micro_batch)
             for buffer, value in buffers:  # ... and as in DDP, those of rank 0 count after the batch
                 buffer.data.copy_(value)
             loss, weight = loss_of(output), output.get("weight") if isinstance(output, dict) else None
             if loss is None:
                 raise UnfitError("a step without a loss is left out")
-            is_single = self.joins_batches or len(window) == 1
-            where = f"loss of {self._step_label}" + ("" if is_single else f", rank {rank}")
+            where = f"loss of {self._step_label}" + ("" if is_alone else f", rank {rank}")
             self.losses.append((where, micro_batch.loss, loss.detach()))
             count = micro_batch.samples if weight is None else weight
             counts = torch.as_tensor(count, dtype=loss.dtype).to(self.device)

@@ -175,6 +175,8 @@ class ParameterHooks:
         for hooks in _hooks_of(parameter):
             for key, hook in hooks.items():
                 if not isinstance(hook, _Deferred) and not _is_engines(hook):
+                    if _is_of_several(hook):
+                        raise RuntimeError(self._why_not_several(parameter))
                     hooks[key], has_any = _Deferred(hook, self), True
         return has_any
 
@@ -199,6 +201,8 @@ class ParameterHooks:
                 " where it would be registered once for each micro-batch and trial run: register it earlier, in the"
                 " module's constructor, configure_model, setup or on_fit_start."
             )
+        if _is_of_several(hook):
+            raise RuntimeError(self._why_not_several(parameter))
         if name not in self._agreed:
             if isinstance(parameter, DTensor) or self._average is not None:
                 raise RuntimeError(self._why_too_late(name))
@@ -207,6 +211,14 @@ class ParameterHooks:
         self._take(parameter)
         self._wrap_backward()
         return handle
+
+    def _why_not_several(self, parameter: Tensor) -> str:
+        return (
+            f"a hook of torch's register_multi_grad_hook on {self._names[id(parameter)]!r} and others is called within"
+            " backward, when a rank has the gradients of its own samples only, or of a part of a layer: under"
+            f" {self._strategy!r} it would not get those of one process. Read the gradients in"
+            " on_before_optimizer_step, when they are averaged, or register a hook on each parameter."
+        )
 
     def _why_too_late(self, name: str) -> str:
         return (
@@ -234,6 +246,12 @@ def _hooks_of(parameter: Tensor) -> Iterator[dict[int, Any]]:
 
 def _deferred(parameter: Tensor, kind: str) -> list[Callable[..., Any]]:
     return [hook.hook for hook in (getattr(parameter, kind) or {}).values() if isinstance(hook, _Deferred)]
+
+
+def _is_of_several(hook: Any) -> bool:
+    """Whether a hook is one of torch's `register_multi_grad_hook`, which works within a backward of torch only."""
+    code = getattr(hook, "__code__", None)
+    return code is not None and code.co_filename == torch.autograd.graph.__file__
 
 
 def _is_engines(hook: Any) -> bool:

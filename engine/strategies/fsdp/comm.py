@@ -185,7 +185,7 @@ class _Attaching:
 
 
 def kept_whole(model: nn.Module, units: Collection[nn.Module]) -> dict[str, nn.Parameter]:
-    """Returns the parameters that can't be sharded, by name: without a dim, complex, or of a rarer dtype in a unit.
+    """Returns the parameters that can't be sharded, by name: 0-d, empty, complex, or of a rarer dtype in a unit.
 
     Warns of the last two kinds, since every rank needs memory for them and their optimizer state.
 
@@ -199,7 +199,7 @@ def kept_whole(model: nn.Module, units: Collection[nn.Module]) -> dict[str, nn.P
     for unit, name, part in _members_by_unit(model, model, units, ""):
         for key, parameter in part.named_parameters(recurse=False):
             path = f"{name}.{key}".lstrip(".")
-            if parameter.dim() == 0:
+            if parameter.dim() == 0 or parameter.numel() == 0:  # torch reduces no empty shards
                 unshardable[path] = parameter
             elif parameter.is_complex():
                 rare[path] = parameter

@@ -317,6 +317,9 @@ class FSDP(UnitSteps):
                     together = _small_units(due[places[submodule] :]) if is_whole else [submodule]
                     equalise(together, self.root_device)
                     equal.update(together)
+                for parameter in submodule.parameters():
+                    if not isinstance(parameter, DTensor) and not parameter.is_contiguous():
+                        parameter.data = parameter.data.contiguous()  # FSDP2 takes no view such as `weight.t()`
                 with replacements.within(submodule):
                     self._split(submodule)
             if submodule in recomputed and self.recompute is not None:

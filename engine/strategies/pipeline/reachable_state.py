@@ -28,7 +28,16 @@ from torchmetrics import Metric
 from ..step_guard import StepSnapshot
 from .remote_values import NOT_THE_USERS
 
-__all__ = ["NOT_THE_USERS_ATTRIBUTES", "Code", "Place", "ReachableState", "Walk", "is_of_a_users_class", "sums"]
+__all__ = [
+    "NOT_THE_USERS_ATTRIBUTES",
+    "Code",
+    "Place",
+    "ReachableState",
+    "Walk",
+    "is_of_a_users_class",
+    "snapshot_outside",
+    "sums",
+]
 
 NOT_THE_USERS_ATTRIBUTES = frozenset(nn.Module().__dict__) | frozenset(LightningModule().__dict__) | {"forward", "log"}
 """Attributes of every module, and those that a pipeline replaces."""
@@ -44,6 +53,8 @@ _MAX_CALLS = 3
 _MAX_ITEMS = 10_000
 """Longer containers are data: only their lengths are compared. So are places with more objects and containers than that
 (a library's registry, the tests that pytest runs): what is first seen after these is not compared."""
+_MAX_KEPT_BYTES = 2**20
+"""The largest tensor outside of modules whose values are kept for `snapshot_outside`: larger ones are data."""
 _MAX_VALUES = 1_000_000
 """Larger arrays of numpy are compared by every second or third value, and so on."""
 _ROUNDING = 1e-6
@@ -129,13 +140,10 @@ class ReachableState:
             table for part in self._module.modules() if not isinstance(part, Metric) for table in _hook_tables(part)
         ]
         contents = [(container, _content_of(container)) for container in (*walk.containers, *hooks)]
-        tables = self._tables.items()
-        values = [(table, place.name, table[place.name]) for place, table in tables if place.name in table]
+        put_names = _names_kept(self._tables)
 
         def undo() -> None:
-            for table, name, value in values:
-                if table.get(name) is not value:
-                    table[name] = value
+            put_names()
             for container, content in contents:
                 _refill(container, content)
             of_modules.undo()
@@ -157,6 +165,69 @@ class ReachableState:
                 yield place, table[place.name]
 
 
+def snapshot_outside(module: nn.Module) -> Callable[[], None]:
+    """Returns a function that puts back what the module's code can reach outside of modules.
+
+    That is what a step of a copy shares with the module that it is a copy of: attributes of classes, globals, variables
+    of functions, with their containers, generators, and tensors of up to `_MAX_KEPT_BYTES`.
+    """
+    tables = _named_tables(module)
+    walk = Walk(frozenset(map(id, module.modules())))
+    walk.marks_in(tables)
+    put_names = _names_kept(tables)
+    contents = [(container, _content_of(container)) for container in walk.containers]
+    restore = [keep for value in walk.seen if (keep := _kept_state(value)) is not None]
+
+    def undo() -> None:
+        put_names()
+        for container, content in contents:
+            _refill(container, content)
+        for put in restore:
+            put()
+
+    return undo
+
+
+def _names_kept(tables: Mapping[Place, Any]) -> Callable[[], None]:
+    """Returns a function that gives the names in `tables` the values that they have now."""
+    values = [(table, place.name, table[place.name]) for place, table in tables.items() if place.name in table]
+
+    def put() -> None:
+        for table, name, value in values:
+            if table.get(name) is not value:
+                table[name] = value
+
+    return put
+
+
+def _kept_state(value: Any) -> Callable[[], None] | None:
+    """Returns a function that gives a generator, or a tensor that is not large, its present state; None for others."""
+    if isinstance(value, torch.Generator):
+        return functools.partial(_set_generator, value, value.get_state())
+    if isinstance(value, random.Random):
+        return functools.partial(value.setstate, value.getstate())
+    if isinstance(value, np.random.RandomState):
+        return functools.partial(value.set_state, value.get_state())
+    if isinstance(value, np.random.Generator):
+        return functools.partial(setattr, value.bit_generator, "state", value.bit_generator.state)
+    if isinstance(value, Tensor) and not value.requires_grad and value.layout == torch.strided:
+        if value.is_meta or value.is_inference() or value.nbytes > _MAX_KEPT_BYTES:
+            return None
+        kept, version = value.detach().clone(), value._version
+        return lambda: None if value._version == version else _put_back(value, kept)
+    return None
+
+
+def _set_generator(generator: torch.Generator, state: Tensor) -> None:
+    generator.set_state(state)
+
+
+@torch.no_grad()
+def _put_back(tensor: Tensor, values: Tensor) -> None:
+    if tensor.shape == values.shape:
+        tensor.copy_(values)
+
+
 class Walk:
     """Marks values, and collects the containers and attribute tables that it comes through.
 
@@ -170,6 +241,8 @@ class Walk:
         """The order of the objects and containers of the present place, by their ids."""
         self._alive: list[Any] = []
         self.containers: list[Any] = []
+        self.seen: list[Any] = []
+        """The tensors and generators that it has come through."""
 
     def marks_in(self, tables: Mapping[Place, Any]) -> dict[Place, Any]:
         """Returns the mark of each place, in the table that has its value."""
@@ -192,6 +265,8 @@ class Walk:
         return self._mark(value, depth + 1)
 
     def _mark(self, value: Any, depth: int) -> Any:
+        if isinstance(value, (Tensor, torch.Generator, random.Random, np.random.RandomState, np.random.Generator)):
+            self.seen.append(value)
         if isinstance(value, Tensor):
             return None if isinstance(value, nn.Parameter) else self.mark_tensor(value)
         if isinstance(value, np.ndarray):
