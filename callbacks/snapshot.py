@@ -178,7 +178,8 @@ class Snapshot(Callback):
         trainer.save_checkpoint(path, link="last", kind="snapshot", in_background=self.in_background)
         if trainer.is_global_zero:
             for old in self._superfluous(trainer.run_history.snapshots(), path):
-                trainer.remove_checkpoint(old)
+                if trainer.run_history.may_remove(old):
+                    trainer.remove_checkpoint(old.path)
 
     def _note_best(self, trainer: Trainer, path: str) -> None:
         if self.monitor is None:
@@ -190,7 +191,7 @@ class Snapshot(Callback):
         if not self._best or sign * float(value) < sign * self._best["value"]:
             self._best = {"path": path, "value": float(value)}
 
-    def _superfluous(self, snapshots: list[Any], newest: str) -> list[str]:
+    def _superfluous(self, snapshots: list[Any], newest: str) -> list[Any]:
         """Returns the snapshots to remove: not among the last few, not kept forever, and not the best.
 
         Args:
@@ -200,7 +201,7 @@ class Snapshot(Callback):
         older = [snapshot for snapshot in snapshots if snapshot.name != os.path.basename(newest)]
         every, best = self.keep_every_n_steps, os.path.basename(self._best.get("path", ""))
         return [
-            candidate.path
+            candidate
             for candidate in older[self.keep_last - 1 :]
             if not (every and candidate.step % every == 0) and candidate.name != best
         ]

@@ -1,8 +1,11 @@
 """The index of a local folder of checkpoints: what a run must know of each old one, in one file beside them.
 
 The run that saves there appends a line for each checkpoint, so that a later run opens only the checkpoints that have no
-line, or another size or time than in their line. Without a valid index all of them are opened. The index says which
-checkpoint is the newest; the one that a run continues from is opened and checked like any other.
+line, or another size or time than in their line. Without a valid index all of them are opened.
+
+Anybody who can write to the folder can write lines. So they are believed only of checkpoints that are older, by number
+and by time, than one that was opened and from which a run can continue. Whatever is removed, replaced or continued is
+opened before.
 """
 
 import json
@@ -10,20 +13,22 @@ import logging
 import os
 import stat
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Annotated, Any
 
 from fsspec.implementations.local import LocalFileSystem
 from typing_extensions import TypedDict
 
-from ..foreign import Count, Range, problem
+from ..foreign import MOST, Count, Range, problem
 from .checked_io import Files, NotAPlainFileError, is_plain_name, resolve
-from .manifest import MANIFEST, Kind, Manifest
+from .manifest import MANIFEST, CheckpointError, Kind, Manifest, read_manifest
 from .run_record import replace_file
 
 __all__ = ["FolderIndex"]
 
 _NAME = ".index.jsonl"
-_MOST_BYTES = 1 << 28
+_MOST_BYTES = 1 << 25
+"""The lines of some 200,000 checkpoints, which are read in seconds."""
 _SPARE_LINES = 64
 """The lines of removed checkpoints that stay until the file is written anew, beside as many as there are others."""
 
@@ -70,21 +75,31 @@ class FolderIndex:
         except (OSError, NotAPlainFileError):
             return b""
 
-    def manifest(self, path: str) -> Manifest | None:
-        """Returns a checkpoint's manifest without its files, layout and versions; None if it must be opened."""
-        line = self._lines.get(os.path.basename(path))
-        if line is None or self._root is None or _stamp(path) != (line["size"], line["mtime_ns"]):
-            return None
-        fields: dict[str, Any] = {name: value for name, value in line.items() if name not in ("size", "mtime_ns")}
-        return Manifest(epoch=0, layout={}, world_size=1, versions={}, files={}, **fields)
+    def manifests(self, paths: Iterable[str]) -> dict[str, Manifest]:
+        """Returns the manifests, without files, layout and versions, of those of `paths` that need not be opened."""
+        stamps = [] if self._root is None else [(_stamp(path), path) for path in paths]
+        lines = [(stamp, self._lines.get(os.path.basename(path)), path) for stamp, path in stamps]
+        known = [(line, path) for stamp, line, path in lines if line and stamp == (line["size"], line["mtime_ns"])]
+        manifests: dict[str, Manifest] = {}
+        opened_at, least = None, MOST
+        for line, path in sorted(known, key=lambda entry: entry[0]["mtime_ns"], reverse=True):
+            if opened_at is not None and line["mtime_ns"] < opened_at and line["sequence"] < least:
+                fields: dict[str, Any] = {key: value for key, value in line.items() if key not in ("size", "mtime_ns")}
+                manifests[path] = Manifest(epoch=0, layout={}, world_size=1, versions={}, files={}, **fields)
+                least = line["sequence"]
+                continue
+            with suppress(CheckpointError):  # it is opened again by who asks, who says what is wrong with it
+                opened = read_manifest(path)
+                least = min(least, opened.sequence)
+                if opened_at is None and opened.kind != "weights":
+                    opened_at = line["mtime_ns"]
+        return manifests
 
     def write(self, checkpoints: Iterable[tuple[str, Manifest]]) -> None:
-        """Writes the index anew, with these checkpoints of the folder, unless it has just their lines."""
+        """Writes the index anew, as a new file, with these checkpoints of the folder."""
         lines = [line for path, manifest in checkpoints if (line := _line(path, manifest)) is not None]
-        by_name = {line["name"]: line for line in lines}
-        if by_name != self._lines or self._num_written > len(by_name):
-            self._lines = by_name
-            self._rewrite()
+        self._lines = {line["name"]: line for line in lines}
+        self._rewrite()
 
     def add(self, path: str, manifest: Manifest) -> None:
         """Adds a checkpoint of the folder that was just published."""
@@ -96,7 +111,8 @@ class FolderIndex:
             self._rewrite()
             return
         self._num_written += 1
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
+        # The file is this run's, but may have been replaced since: a pipe is not waited for, a link not followed.
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
         try:
             with open(os.open(f"{self._root}/{_NAME}", flags, 0o666), "ab") as stream:
                 stream.write(_text(line))

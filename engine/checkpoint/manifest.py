@@ -41,6 +41,7 @@ __all__ = [
     "is_directory",
     "is_file_of_ours",
     "is_reserved",
+    "is_set_aside",
     "is_torch_file",
     "manifest_bytes",
     "parse_manifest",
@@ -63,6 +64,8 @@ FORMAT = 2
 _FILES = re.compile(r"(rest|ranks)\.pt|tensors\.json|shard-\d+-\d+\.safetensors")
 _RESERVED = re.compile(r"\.(lock|run\.json.*|index\.jsonl.*|polyphase|(saving|replaced|link)-.*|nfs.*)", re.DOTALL)
 """Names that `locks`, `run_record`, `folder_index`, `publish` and NFS use in a folder of checkpoints."""
+_SET_ASIDE = re.compile(r"\.damaged-[0-9a-f]{12}$")
+"""The end of the names that `publish` gives to damaged checkpoints."""
 _MOST_BYTES = 1 << 26
 _CRC_MOST = (1 << 32) - 1
 _MOST_TIME_S = 253402300799
@@ -151,6 +154,11 @@ def is_reserved(name: str) -> bool:
     return _RESERVED.fullmatch(name) is not None
 
 
+def is_set_aside(name: str) -> bool:
+    """Whether a name is that of a damaged checkpoint which was moved aside: no run opens, counts or removes it."""
+    return _SET_ASIDE.search(name) is not None
+
+
 def is_checkpoint(path: str | os.PathLike[str]) -> bool:
     """Whether `path` is one of our checkpoints: a published directory, or a file."""
     return is_directory(path) or manifest_text(path) is not None
@@ -220,7 +228,8 @@ def find(folder: str | os.PathLike[str]) -> list[tuple[str, Manifest]]:
     fs.invalidate_cache(root)
     checkpoints = []
     for entry in fs.ls(root, detail=False):
-        if is_reserved(os.path.basename(entry)) or (isinstance(fs, LocalFileSystem) and os.path.islink(entry)):
+        name = os.path.basename(entry.rstrip("/"))
+        if is_reserved(name) or is_set_aside(name) or (isinstance(fs, LocalFileSystem) and os.path.islink(entry)):
             continue  # the link `last` points at a checkpoint that is listed itself
         path = entry if isinstance(fs, LocalFileSystem) else fs.unstrip_protocol(entry)
         try:
@@ -400,7 +409,8 @@ def _of_folder(fs: AbstractFileSystem, fs_path: str, path: str | os.PathLike[str
         return PathStatus("free")
     odd = [name for name, kind in kinds.items() if kind != "file"]
     try:
-        listed = {*read_manifest(path).files, MANIFEST, README}
+        # A manifest that lists other people's files does not make them ours.
+        listed = {MANIFEST, README, *filter(is_file_of_ours, read_manifest(path).files)}
         extras = tuple(sorted({name for name in kinds if name not in listed} | {*odd}))
         kind: Literal["ours", "damaged"] = "ours"
     except CheckpointError:

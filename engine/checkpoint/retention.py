@@ -16,6 +16,7 @@ from .manifest import (
     NewerFormatError,
     is_file_of_ours,
     is_reserved,
+    is_set_aside,
     read_manifest,
 )
 from .publish import LEFTOVERS, check_files, final_path_of, is_held, is_leftover, lock, remove, repair
@@ -64,22 +65,34 @@ def list_entries(folder: str | os.PathLike[str], index: FolderIndex | None = Non
     """
     fs, root = resolve(folder)
     fs.invalidate_cache(root)
-    entries = []
+    is_local = isinstance(fs, LocalFileSystem)
+    places = []
     for place in sorted(fs.ls(root, detail=False)):
-        is_local = isinstance(fs, LocalFileSystem)
-        path = place if is_local else fs.unstrip_protocol(place)
-        if is_local and os.path.islink(place):  # the link `last` points at a checkpoint that is listed itself
-            continue
         name = os.path.basename(place.rstrip("/"))
-        if is_reserved(name) and not name.startswith(LEFTOVERS):
-            continue
-        if index is not None and not name.startswith(LEFTOVERS) and (manifest := index.manifest(path)) is not None:
-            entries.append(Entry(path, "checkpoint", manifest))
+        is_link = is_local and os.path.islink(place)  # the link `last` points at a checkpoint that is listed itself
+        if not is_link and (not is_reserved(name) or name.startswith(LEFTOVERS)):
+            places.append(place)
+    known = {} if index is None else index.manifests(place for place in places if _is_final(place))
+    entries = []
+    for place in places:
+        path = place if is_local else fs.unstrip_protocol(place)
+        if place in known:
+            entries.append(Entry(path, "checkpoint", known[place]))
+        elif is_set_aside(os.path.basename(place.rstrip("/"))):
+            entries.append(Entry(path, "other", problem="was moved aside, since it is damaged"))
         elif fs.isdir(place):
             entries.append(_entry(fs, place, path))
         elif (entry := _entry_of_file(path)) is not None:
             entries.append(entry)
     return sorted(entries, key=_age, reverse=True)
+
+
+def _is_temporary(path: str) -> bool:
+    return os.path.basename(path).startswith(LEFTOVERS)
+
+
+def _is_final(path: str) -> bool:
+    return not _is_temporary(path) and not is_set_aside(os.path.basename(path))
 
 
 def _entry_of_file(path: str) -> Entry | None:
@@ -104,7 +117,7 @@ def _age(entry: Entry) -> tuple[float, ...]:
 
 
 def _entry(fs: AbstractFileSystem, fs_path: str, path: str) -> Entry:
-    if os.path.basename(path).startswith(LEFTOVERS) and (not isinstance(fs, LocalFileSystem) or is_leftover(path)):
+    if _is_temporary(path) and (not isinstance(fs, LocalFileSystem) or is_leftover(path)):
         try:
             read_manifest(path)
         except NewerFormatError as newer:

@@ -22,7 +22,7 @@ from ..checkpoint.manifest import CheckpointError, Manifest, is_checkpoint, path
 from ..checkpoint.publish import set_aside
 from ..checkpoint.retention import Entry, list_entries
 from ..checkpoint.run_record import RunRecord, read_record, write_record
-from ..foreign import MOST
+from ..foreign import MOST, for_terminal
 
 __all__ = ["AUTO", "FRESH", "RunHistory", "Seen", "check_may_start_afresh", "forget_others", "others_of"]
 
@@ -66,25 +66,29 @@ class RunHistory:
 
     # --- before the run
 
-    def look(self) -> Seen:
-        """Returns the content of the folder of snapshots, as rank 0 reads it; called by all ranks."""
+    def look(self, *, opens_all: bool = False) -> Seen:
+        """Returns the content of the folder of snapshots, as rank 0 reads it; called by all ranks.
+
+        Args:
+            opens_all: open all manifests, where the folder's index would say of old checkpoints what is in theirs.
+        """
         self._saver.on_published, self._saver.on_removed = self._published, self._removed
         self._folder = self._trainer.snapshots_path
-        return self._saver.agree(self._look)
+        return self._saver.agree(lambda: self._look(opens_all))
 
-    def _look(self) -> Seen:
+    def _look(self, opens_all: bool) -> Seen:
         self._entries = []
         if self._folder is None:
             return Seen([], [], None, None)
         fs, root = resolve(self._folder)
         if fs.isdir(root):
             self._index = FolderIndex(self._folder)
-            self._entries = list_entries(self._folder, self._index)
+            self._entries = list_entries(self._folder, None if opens_all else self._index)
         newest = max((entry.manifest.sequence for entry in self._entries if entry.manifest is not None), default=0)
         unreadable = ("damaged", "unfinished") if os.path.isdir(root) else ("damaged",)
         return Seen(
             [entry.path for entry in self._entries if entry.manifest is not None and entry.manifest.kind != "weights"],
-            [f"{entry.path} {entry.problem}" for entry in self._entries if entry.kind in unreadable],
+            [for_terminal(f"{entry.path} {entry.problem}") for entry in self._entries if entry.kind in unreadable],
             next((f"{entry.path} {entry.problem}" for entry in self._entries if _is_newer(entry, newest)), None),
             read_record(self._folder, self._trainer.default_root_dir),
         )
@@ -148,16 +152,36 @@ class RunHistory:
 
     def _snapshot_path(self, plain: str, suffix: str) -> str:
         path, status, number = f"{plain}{suffix}", path_status(f"{plain}{suffix}"), 0
-        if status.kind != "foreign":
+        is_anothers = status.kind == "ours" and self._own_manifest(path) is None
+        if status.kind != "foreign" and not is_anothers:
             return path
         while path_status(f"{plain}-v{(number := number + 1)}").kind != "free":
             pass
-        rank_zero_info(f"{path} is {status.about}: the snapshot is called {plain}-v{number}.")
+        about = "another run's" if is_anothers else status.about
+        rank_zero_info(for_terminal(f"{path} is {about}: the snapshot is called {plain}-v{number}."))
         return f"{plain}-v{number}"
 
+    def _own_manifest(self, path: str) -> Manifest | None:
+        """Reads the manifest of a checkpoint; None if it is damaged, or another run's."""
+        try:
+            manifest = read_manifest(path)
+        except CheckpointError:
+            return None
+        return manifest if manifest.run in self.run.lineage else None
+
     def snapshots(self) -> "list[_Snapshot]":
-        """Returns, on rank 0, the snapshots that this run may remove, the newest first."""
+        """Returns, on rank 0, the snapshots that this run may remove, the newest first; see `may_remove`."""
         return [] if self._ledger is None else self._ledger.snapshots()
+
+    def may_remove(self, snapshot: "_Snapshot") -> bool:
+        """Whether a snapshot's own manifest says what the index of the folder says of it; called on rank 0."""
+        manifest, path = self._own_manifest(snapshot.path), snapshot.path
+        if manifest is not None and (manifest.step, manifest.sequence) == (snapshot.step, snapshot.sequence):
+            return manifest.kind == "snapshot"
+        self._removed(path)  # as far as the run knows: it is never removed, or when its own numbers are due
+        if manifest is not None and self._ledger is not None:
+            self._ledger.note_published(path, manifest)
+        return False
 
     def _published(self, path: str, manifest: Manifest) -> None:
         if self._ledger is None or self._folder is None or os.path.dirname(path) != self._folder.rstrip("/"):
@@ -321,12 +345,8 @@ def _free_suffix(run: _RunId, entries: Sequence[Entry]) -> str:
         for entry in entries
         if entry.kind == "newer" or (entry.manifest is not None and entry.manifest.run not in run.lineage)
     ]
-    number = 0
-    while True:
-        suffix = f"-v{number}" if number else ""
-        if not any(re.fullmatch(rf"step=\d+{suffix}", name) for name in others):
-            return suffix
-        number += 1
+    used = {match[1] or "" for name in others if (match := re.fullmatch(r"step=\d+(-v\d+)?", name))}
+    return next(suffix for suffix in ("", *(f"-v{number}" for number in range(1, len(used) + 2))) if suffix not in used)
 
 
 # --- the checkpoints that a restored `ModelCheckpoint` may remove
@@ -365,7 +385,8 @@ def _not_its_own(path: str, folder: str, lineage: Sequence[str]) -> str:
 def forget_others(callback: ModelCheckpoint, others: dict[str, str]) -> None:
     """Removes these paths from the callback's state, with a warning that has the reason."""
     for path, reason in others.items():
-        rank_zero_warn(f"The checkpoint names {path} for ModelCheckpoint, but it {reason}: it is never removed.")
+        about = f"The checkpoint names {path} for ModelCheckpoint, but it {reason}: it is never removed."
+        rank_zero_warn(for_terminal(about))
         callback.best_k_models.pop(path, None)
     for name in ("best_model_path", "kth_best_model_path", "last_model_path"):
         if getattr(callback, name) in others:

@@ -48,12 +48,19 @@ def a_manifest_of_something_else(path: Path) -> None:
     (path / MANIFEST).write_text('{"name": "a browser extension"}')
 
 
+def a_manifest_that_lists_what_is_not_ours(path: Path) -> None:
+    save(path)
+    (path / "thesis.tex").write_text("three years")
+    seal(path)
+
+
 def torch_weights_of_another_tool(path: Path) -> None:
     torch.save({"weights": torch.ones(2)}, path)
 
 
 FOREIGN = [
-    *(a_folder, a_file, a_link, a_checkpoint_with_notes, a_manifest_of_something_else, torch_weights_of_another_tool)
+    *(a_folder, a_file, a_link, a_checkpoint_with_notes, a_manifest_of_something_else),
+    *(a_manifest_that_lists_what_is_not_ours, torch_weights_of_another_tool),
 ]
 
 

@@ -5,8 +5,10 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from lightning.pytorch import Callback
 
 from polyphase.callbacks import Snapshot
 from polyphase.engine.checkpoint import find
@@ -24,11 +26,18 @@ def note(event, arguments):
 sys.addaudithook(note)
 
 
-def train(folder: Path, steps: int, **flags):
+class Started(Callback):
+    """Notes the step at which training begins."""
+
+    def on_train_start(self, trainer, pl_module):
+        self.at = trainer.global_step
+
+
+def train(folder: Path, steps: int, *callbacks: Callback, **flags):
     """A run that keeps a snapshot of each step; returns the files in its folder of snapshots that it has opened."""
     global OPENED
     snapshot = Snapshot(every_n_steps=1, every_minutes=None, keep_every_n_steps=1)
-    trainer = engine(default_root_dir=folder, callbacks=[snapshot], max_epochs=-1, max_steps=steps, **flags)
+    trainer = engine(default_root_dir=folder, callbacks=[snapshot, *callbacks], max_epochs=-1, max_steps=steps, **flags)
     OPENED = []
     trainer.fit(Regression(), rows(40))
     opened, OPENED = [path for path in OPENED if str(folder / "snapshots") in path], None
@@ -85,6 +94,95 @@ def test_what_the_index_says_is_believed_only_of_the_same_file(copies):
     trainer, _ = train(folder, 51, resume="auto")
     assert trainer.global_step == 51
     assert [Path(path).name for path, _ in find(snapshots)][:3] == ["step=51", "step=50", "step=49"]
+
+
+def planted(snapshots: Path, *edits: tuple[str, dict[str, Any]]) -> None:
+    """Writes the index with other values in the lines of some checkpoints."""
+    lines = {line["name"]: line for line in map(json.loads, (snapshots / ".index.jsonl").read_text().splitlines())}
+    for name, values in edits:
+        lines[name].update(values)
+    (snapshots / ".index.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines.values()))
+
+
+@pytest.mark.parametrize(
+    "edits",
+    [
+        [("step=20", {"sequence": 10**9})],
+        [("step=20", {"sequence": (1 << 62) - 1})],
+        [("step=50", {"sequence": 0})],
+        [("step=50", {"kind": "weights"}), ("step=49", {"kind": "weights"})],
+        [("step=50", {"run": "another", "step": 7})],
+        [("step=50", {"sequence": 49}), ("step=49", {"sequence": 50})],
+    ],
+)
+def test_a_planted_line_makes_no_run_continue_from_an_older_one(copies, edits):
+    folder = copies[0]
+    planted(folder / "snapshots", *edits)
+    trainer, _ = train(folder, 51, resume="auto")
+    assert (trainer.global_step, trainer.fit_loop.epoch_loop.batch_progress.total.completed) == (51, 51)
+    assert [Path(path).name for path, _ in find(folder / "snapshots")][:3] == ["step=51", "step=50", "step=49"]
+
+
+def test_if_the_newest_is_damaged_the_others_are_opened_and_the_index_is_not_believed(copies):
+    folder = copies[0]
+    snapshots = folder / "snapshots"
+    planted(snapshots, *((f"step={step}", {"kind": "weights"}) for step in range(40, 50)))
+    (snapshots / "step=50" / "rest.pt").unlink()
+    started = Started()
+    with pytest.warns(UserWarning, match="An older one is used"), pytest.warns(UserWarning, match="was renamed to"):
+        train(folder, 50, started, resume="auto")
+    assert started.at == 49
+    assert [Path(path).name for path, _ in find(snapshots)][:2] == ["step=50", "step=49"]
+
+
+def test_a_planted_line_makes_no_run_remove_or_replace_what_another_has_saved(tmp_path):
+    """Nor a snapshot that is to be kept for ever."""
+    ours, snapshots = tmp_path / "run", tmp_path / "run" / "snapshots"
+    keep = {"every_minutes": None, "keep_last": 2, "keep_every_n_steps": 4}
+    for steps, folder in ((3, tmp_path / "other"), (6, ours)):
+        trainer = engine(default_root_dir=folder, callbacks=[Snapshot(every_n_steps=1, **keep)], max_steps=steps)
+        trainer.fit(Regression(), rows(40))
+    shutil.move(tmp_path / "other" / "snapshots" / "step=3", snapshots / "step=3")
+    shutil.copytree(tmp_path / "other" / "snapshots" / "step=2", snapshots / "step=7")
+    for number, name in enumerate(("step=3", "step=7", "step=4", "step=5", "step=6")):
+        os.utime(snapshots / name / "MANIFEST.json", ns=(10**18, 10**18 + number * 10**9))
+    index = FolderIndex(str(snapshots))
+    index.write(find(snapshots))
+    run = next(manifest.run for path, manifest in find(snapshots) if Path(path).name == "step=6")
+    planted(
+        snapshots,
+        ("step=3", {"run": run, "sequence": 1}),
+        ("step=7", {"run": run, "sequence": 2}),
+        ("step=4", {"step": 3, "sequence": 3}),
+    )
+    trainer = engine(default_root_dir=ours, callbacks=[Snapshot(every_n_steps=1, **keep)], max_steps=9, resume="auto")
+    trainer.fit(Regression(), rows(40))
+    names = ["step=3", "step=4", "step=7", "step=8", "step=9"]
+    assert sorted(path.name for path in snapshots.glob("step*")) == names
+    by_name = {Path(path).name: manifest for path, manifest in find(snapshots)}
+    assert by_name["step=3"].run == by_name["step=7"].run != run
+    assert by_name["step=9"].run == run
+
+
+@pytest.mark.timeout(60)
+def test_a_pipe_in_place_of_the_index_is_not_waited_for(tmp_path):
+    (tmp_path / "snapshots").mkdir()
+    os.mkfifo(tmp_path / "snapshots" / ".index.jsonl")
+    trainer, _ = train(tmp_path, 2, resume="auto")
+    assert trainer.global_step == 2
+    assert (tmp_path / "snapshots" / ".index.jsonl").is_file()
+    os.remove(tmp_path / "snapshots" / ".index.jsonl")
+    os.mkfifo(tmp_path / "snapshots" / ".index.jsonl")
+    ((path, manifest), *_) = find(tmp_path / "snapshots")
+    FolderIndex(str(tmp_path / "snapshots")).add(path, manifest)
+
+
+def test_an_index_that_is_another_name_of_a_file_leaves_that_alone(copies):
+    snapshots = copies[0] / "snapshots"
+    os.link(snapshots / ".index.jsonl", copies[0] / "elsewhere")
+    before = (copies[0] / "elsewhere").read_bytes()
+    train(copies[0], 51, resume="auto")
+    assert (copies[0] / "elsewhere").read_bytes() == before
 
 
 def test_a_link_in_place_of_the_index_is_not_followed(copies):
