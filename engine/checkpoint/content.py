@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 import torch
+from packaging.version import InvalidVersion, Version
 from torch import Tensor
 from typing_extensions import NotRequired, Required, TypedDict
 
-from ..foreign import Count, Positive, Range, problem
+from ..foreign import MOST_RANKS, Count, Positive, Range, problem
 from .manifest import CheckpointError, Manifest
 from .single_file import MANIFEST_KEY, OURS
 from .state_tree import NAMES, is_mark, is_optimizers_own
@@ -97,6 +98,18 @@ _FitLoop = TypedDict(
 )
 
 
+def _may_count_batches(state: dict[str, Any]) -> str | None:
+    return _counts_batches({"_batches_that_stepped": 0, **state})
+
+
+_SomeFitLoop = TypedDict(
+    "_SomeFitLoop",
+    {**_FitLoop.__annotations__, "epoch_loop.state_dict": Annotated[dict, _may_count_batches]},  # type: ignore[misc]
+    total=False,
+)
+"""What files of Lightning's have of it, also of older versions: what is missing begins anew."""
+
+
 class _EvaluationLoop(TypedDict):
     state_dict: dict
     batch_progress: _Progress
@@ -109,16 +122,36 @@ class _Loops(TypedDict):
     predict_loop: _EvaluationLoop
 
 
-class _Lightnings(TypedDict, total=False):
-    """The fields that any file of Lightning's may have."""
+class _SomeLoops(TypedDict, total=False):
+    fit_loop: _SomeFitLoop
+    validate_loop: dict
+    test_loop: dict
+    predict_loop: dict
 
-    epoch: Count
-    global_step: Count
-    state_dict: dict[str, Any]
-    loops: dict[str, dict]
-    callbacks: dict
-    optimizer_states: list[dict[str, Any]]
-    lr_schedulers: list
+
+def _is_version(text: str) -> str | None:
+    try:
+        Version(text)
+    except InvalidVersion:
+        return "is no version"
+    return None
+
+
+_Lightnings = TypedDict(
+    "_Lightnings",
+    {
+        "pytorch-lightning_version": Annotated[str, _is_version],
+        "epoch": Count,
+        "global_step": Count,
+        "state_dict": dict[str, Any],
+        "loops": dict[str, dict],
+        "callbacks": dict,
+        "optimizer_states": list[dict[str, Any]],
+        "lr_schedulers": list,
+    },
+    total=False,
+)
+"""The fields that any file of Lightning's may have."""
 
 
 class _Group(TypedDict):
@@ -341,6 +374,8 @@ def check_state(rest: Any, ranks: Any, manifest: Manifest | None) -> None:
     wrong = problem(own, dict[str, Any], OURS) or next(_wrong_names(rest, own), None)
     if wrong is None and (own.keys() - {MANIFEST_KEY, NAMES} or (manifest is not None and manifest.kind == "snapshot")):
         wrong = next(_wrong_state(rest, own, ranks, manifest), None)
+    elif wrong is None:
+        wrong = problem(rest.get("loops", {}), _SomeLoops, "the checkpoint.loops")
     if wrong:
         raise CheckpointError(wrong)
 
@@ -389,6 +424,8 @@ def _contradictions(rest: dict[str, Any], own: dict[str, Any], manifest: Manifes
         yield f"{OURS}.world_size is {own['world_size']}, and {manifest.world_size} rank(s) have saved it"
     if own["layout"].get("pp", 1) > own["world_size"]:
         yield f"{OURS}.layout has more stages than the {own['world_size']} rank(s) that have saved it"
+    if own["accumulate_grad_batches"] > MOST_RANKS * own["accumulation_asked"]:  # a run of fewer ranks has more
+        yield f"{OURS}.accumulate_grad_batches is {own['accumulate_grad_batches']}, more than any number of ranks asks"
     if "optimizers" in own and len(own["optimizers"]) != len(rest["optimizer_states"]):
         yield f"{OURS}.optimizers names {len(own['optimizers'])}, and {len(rest['optimizer_states'])} have a state"
 

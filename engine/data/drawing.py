@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch.utils.data import RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 
+from ..checkpoint.manifest import CheckpointError
 from ..checkpoint.rng import get_random_state, host_state, set_random_state
 from .clone_loader import classes_of_torchdata
 
@@ -128,6 +129,10 @@ def preserve_generators(sampler: Any) -> Iterator[None]:
         _set_state(sampler, before["sampler"])
 
 
+_MOST_PASSES = 1 << 22
+"""The most passes of a sampler that are repeated: short ones take a minute."""
+
+
 def restore_sampler(sampler: Any, num_passes: int, state: Any) -> None:
     """Sets a new sampler to the state that it had after a number of passes.
 
@@ -140,6 +145,11 @@ def restore_sampler(sampler: Any, num_passes: int, state: Any) -> None:
         _generator_of(sampler) is not None or hasattr(sampler, "load_state_dict") or hasattr(sampler, "set_epoch")
     )
     if num_passes and not has_state and type(sampler) not in _IN_ORDER and not _is_torchs(sampler):
+        if num_passes > _MOST_PASSES:
+            raise CheckpointError(
+                f"The checkpoint says that {type(sampler).__name__} has made {num_passes} passes, which are too many to"
+                " repeat: give it state_dict() and load_state_dict(), or set_epoch()."
+            )
         everything = get_random_state()
         for _ in range(num_passes):
             indices = iter(sampler)

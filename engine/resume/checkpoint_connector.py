@@ -12,7 +12,8 @@ and the strategy's state; and, before the first batch, `restore_random_state`.
 
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -53,16 +54,24 @@ from ..checkpoint.whole import names_in, part_of, structures_in
 from ..distributed.environment import restart_count
 from ..distributed.object_group import num_ranks
 from ..flags import CheckpointFormat
+from ..foreign import for_terminal
 from ..initialization import check_stored, has_meta_tensors, materialize, read_stored
 from ..loggers.continuation import LogContinuation
 from ..reliability.nonfinite import NonFiniteError
 from ..strategies import adapt, capabilities_of
 from ..strategies.averages import begin_averages, follow_until_first_update, has_own_schedule, module_states
 from ..version import __version__
+from .restored_state import wrong_in_callbacks, wrong_in_optimizer, wrong_in_scheduler
 from .run_history import AUTO, FRESH, RunHistory, Seen, check_may_start_afresh, forget_others, others_of
 from .run_state import STRATEGY, RunState, end_last_epoch, layout_of, to_last_step
 
 __all__ = ["CheckpointConnector"]
+
+
+class OnlyWeightsError(CheckpointError, KeyError):
+    """A checkpoint has no state of optimizers or schedulers, from which a run would continue; Lightning's KeyError."""
+
+    __str__ = Exception.__str__
 
 
 class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoint_connector
@@ -363,7 +372,13 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
         self.logs.mark(self.history.run.id)
 
     def restore_callbacks(self) -> None:
-        """Restores the callbacks' state, without paths of others' files."""
+        """Restores the callbacks' state, without paths of others' files.
+
+        Raises:
+            CheckpointError: a callback of Lightning's can't have such a state.
+        """
+        states = (self._loaded_checkpoint or {}).get("callbacks")
+        self._refuse(wrong_in_callbacks(self.trainer.callbacks, states or {}))
         super().restore_callbacks()
         if not self._loaded_checkpoint or self.trainer.state.fn != TrainerFn.FITTING:
             return
@@ -384,7 +399,8 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
                 path, weights_only=weights_only
             )
         else:
-            super().resume_start(path, weights_only)
+            with self._naming("content") if self.is_portable else nullcontext():
+                super().resume_start(path, weights_only)
         if not path or not self.is_portable:
             return
         names = names_in(self._loaded_checkpoint)
@@ -443,7 +459,9 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
                 rank_zero_warn(f"{problem} It is skipped.")
             failures: list[str] = []
             damaged: list[str] = []
-            for path in seen.candidates:
+            tried: list[str] = []
+            while seen.newer is None and (path := next((p for p in seen.candidates if p not in tried), None)):
+                tried.append(path)
                 try:
                     self._open(path, weights_only)
                     if OURS not in (self._loaded_checkpoint or {}):
@@ -452,9 +470,11 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
                     failures.append(str(error))
                     damaged += [path] if error.is_damage else []
                     rank_zero_warn(f"{error} An older one is used, if there is one.")
+                    if len(tried) == 1:  # of the others, only their index has been read
+                        seen = self.history.look(opens_all=True)
                     continue
                 self.history.set_aside(damaged)
-                rank_zero_info(f"resume='auto': continues from {path}")
+                rank_zero_info(for_terminal(f"resume='auto': continues from {path}"))
                 return True
         else:
             failures = []
@@ -485,17 +505,20 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
         if isinstance(trainer.precision_plugin, DoublePrecision):
             # Lightning converts the module after this, when values loaded into fp32 have lost half of their digits.
             trainer.precision_plugin.convert_module(trainer.lightning_module)
-        if not self._is_ours:
-            super().restore_model()
+        if not self._loaded_checkpoint:
             return
         call._call_lightning_module_hook(trainer, "on_load_checkpoint", self._loaded_checkpoint)
-        module = trainer.lightning_module
+        module, is_ours = trainer.lightning_module, self._is_ours
         try:
-            if self._is_sharded:  # Lightning: in load_model_state_dict its sharding strategies expect whole tensors
-                module.load_state_dict(self._loaded_checkpoint["state_dict"], strict=module.strict_loading)
-            else:
-                trainer.strategy.load_model_state_dict(self._loaded_checkpoint, strict=module.strict_loading)
+            with self._naming("state_dict"):
+                if is_ours and self._is_sharded:
+                    # Lightning: in load_model_state_dict its sharding strategies expect whole tensors
+                    module.load_state_dict(self._loaded_checkpoint["state_dict"], strict=module.strict_loading)
+                else:
+                    trainer.strategy.load_model_state_dict(self._loaded_checkpoint, strict=module.strict_loading)
         except RuntimeError as mismatch:
+            if not is_ours:
+                raise
             raise RuntimeError(f"The checkpoint {self._ckpt_path} does not fit the module. {mismatch}") from None
 
     def restore_loops(self) -> None:
@@ -503,9 +526,10 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
         saved, fit_loop = self._engine_state, self.trainer.fit_loop
         is_fit = self.trainer.state.fn == TrainerFn.FITTING
         if not is_fit or "batches" not in saved:
-            if self._loaded_checkpoint and is_fit:
-                end_last_epoch(self._loaded_checkpoint["loops"]["fit_loop"], fit_loop.max_epochs)
-            super().restore_loops()
+            with self._naming("loops"):
+                if is_fit and "loops" in (self._loaded_checkpoint or {}):
+                    end_last_epoch(self._loaded_checkpoint["loops"]["fit_loop"], fit_loop.max_epochs)
+                super().restore_loops()
             return
         pending = to_last_step(self._loaded_checkpoint["loops"]["fit_loop"], saved)
         super().restore_loops()
@@ -521,7 +545,10 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
 
     def restore_optimizers_and_schedulers(self) -> None:
         """Restores optimizers and schedulers; also sharded optimizers, which Lightning leaves to its strategies."""
-        super().restore_optimizers_and_schedulers()
+        try:
+            super().restore_optimizers_and_schedulers()
+        except KeyError as missing:  # Lightning: the checkpoint has only the weights
+            raise OnlyWeightsError(f"{self._ckpt_path}: {missing.args[0]}") from None
         if self._is_ours and self._is_sharded and not self.trainer.strategy.lightning_restore_optimizer:
             self.restore_optimizers()
         self.run_state.strategy.restore(self._engine_state)
@@ -531,7 +558,11 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
         if any(has_own_schedule(callback) for callback in self.trainer.callbacks):
             # Lightning: the callback does this in `on_fit_start`, before which it has its state under some strategies.
             self.trainer.lr_scheduler_configs.clear()
-        super().restore_lr_schedulers()
+        states = (self._loaded_checkpoint or {}).get("lr_schedulers", ())
+        with self._naming("lr_schedulers", ValueError):
+            for number, (config, state) in enumerate(zip(self.trainer.lr_scheduler_configs, states, strict=False)):
+                self._refuse(wrong_in_scheduler(config.scheduler, state, f"lr_schedulers[{number}]"))
+            super().restore_lr_schedulers()
 
     def restore_optimizers(self) -> None:
         """Restores the optimizers' state by the names of their parameters.
@@ -540,7 +571,11 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
             CheckpointError: the checkpoint has other optimizers, or their groups have other parameters.
         """
         if not self.is_portable or self._saved_names is None:
-            super().restore_optimizers()
+            with self._naming("optimizer_states", ValueError):
+                super().restore_optimizers()
+            for number, optimizer in enumerate(self.trainer.optimizers):
+                if wrong := wrong_in_optimizer(optimizer):
+                    self._refuse(f"of optimizer_states[{number}], {wrong}")
             return
         saved, optimizers = self._loaded_checkpoint["optimizer_states"], self.trainer.optimizers
         then, now = self._engine_state.get("optimizers"), [type(optimizer).__name__ for optimizer in optimizers]
@@ -574,6 +609,27 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
         super().resume_end()
         if self.run_state.place.is_between_epochs:
             self.restore_random_state()  # the next epoch's loader draws from it
+
+    def restore_precision_plugin_state(self) -> None:
+        """Restores the state of the precision, such as the loss scale."""
+        with self._naming("state of the precision"):
+            super().restore_precision_plugin_state()
+
+    @contextmanager
+    def _naming(self, entry: str, *more: type[Exception]) -> Iterator[None]:
+        """Has an error that the form of an entry causes, of `more` classes too, name the checkpoint and the entry."""
+        causes: tuple[type[Exception], ...] = (KeyError, TypeError, AttributeError, IndexError, *more)
+        try:
+            yield
+        except CheckpointError:
+            raise
+        except causes as error:
+            wrong = f"its {entry} does not fit ({type(error).__name__}: {error})"
+            raise CheckpointError(f"The checkpoint {self._ckpt_path} can't be continued: {wrong}") from error
+
+    def _refuse(self, wrong: str | None) -> None:
+        if wrong:
+            raise CheckpointError(f"The checkpoint {self._ckpt_path} can't be continued: {wrong}.")
 
     def restore_random_state(self) -> None:
         """Sets the random state of the checkpoint, once; called before the first batch."""

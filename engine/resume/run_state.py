@@ -425,6 +425,8 @@ def end_last_epoch(loops: dict[str, Any], max_epochs: int) -> None:
     With `max_steps` Lightning would train on the last batch's successor, which the epoch does not have. A run that has
     reached `max_epochs` (-1: no limit) begins none.
     """
+    if not {"epoch_loop.batch_progress", "epoch_progress"} <= loops.keys():
+        return  # of an older version
     progress, epochs = loops["epoch_loop.batch_progress"], loops["epoch_progress"]["current"]
     is_over = epochs["ready"] == epochs["processed"] == epochs["completed"] > 0
     if is_over and progress.get("is_last_batch") and not 0 <= max_epochs <= epochs["processed"]:

@@ -1,5 +1,6 @@
 """The content of a checkpoint is checked where it is opened: damage is named, and the next older one is opened."""
 
+import copy
 import json
 import os
 import random
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Timer
 
 from polyphase.callbacks import Snapshot
@@ -21,7 +23,7 @@ from polyphase.engine.checkpoint.single_file import manifest_text
 from polyphase.engine.checkpoint.state_tree import excess
 
 from ...pairs import nightly
-from ..tiny import Regression, engine, rows
+from ..tiny import QUIET, Regression, engine, rows
 from .sample_checkpoints import seal
 
 
@@ -134,6 +136,47 @@ def test_a_structural_edit_of_a_file_is_named_and_an_older_one_is_taken(files, t
         for key in expected:
             assert torch.equal(found[key], expected[key]), (entry, place)
         shutil.rmtree(folder)
+
+
+def stock_file(folder: Path) -> Path:
+    """A file that stock Lightning has saved, with the state of callbacks, an optimizer and a scheduler."""
+    saves = ModelCheckpoint(folder / "stock", "{step}", every_n_train_steps=2, save_top_k=-1)
+    flags = {**QUIET, "enable_checkpointing": True, "default_root_dir": folder}
+    callbacks = [saves, EarlyStopping("loss", strict=False), Timer()]
+    Trainer(max_steps=4, devices=1, callbacks=callbacks, **flags).fit(Scheduled(), rows())
+    return folder / "stock" / "step=4.ckpt"
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
+@pytest.mark.filterwarnings("ignore:Found keys that are not in the model state dict")
+@pytest.mark.parametrize("num_edits", [40, *nightly(500)])
+def test_a_structural_edit_of_a_file_of_lightnings_is_named_or_of_no_account(tmp_path, num_edits):
+    """Weights that do not fit the module are told as torch and Lightning tell it."""
+    path, draw, num_refused = stock_file(tmp_path), random.Random(0), 0
+    whole = torch.load(path, weights_only=True)
+    entries = ["callbacks", "loops", "lr_schedulers", "optimizer_states"]
+    for _ in range(num_edits):
+        content = copy.deepcopy(whole)
+        entry = draw.choice(entries if draw.random() < 0.7 else [*whole])
+        place = draw.choice([(entry,), *((entry, *inside) for inside in places(content[entry]))])
+        edited(content, place, draw)
+        torch.save(content, path)
+        saves = ModelCheckpoint(tmp_path / "stock", "{step}", every_n_train_steps=2, save_top_k=-1)
+        callbacks = [saves, EarlyStopping("loss", strict=False), Timer()]
+        flags = {"max_epochs": -1, "enable_checkpointing": True, "callbacks": callbacks}
+        trainer = engine(max_steps=8, default_root_dir=tmp_path, **flags)
+        error = None
+        try:
+            trainer.fit(Scheduled(), rows(), ckpt_path=path)
+        except (CheckpointError, RuntimeError) as raised:
+            error = raised
+        is_named = isinstance(error, CheckpointError) and str(path) in str(error)
+        is_mismatch = place[0] == "state_dict" and type(error) is RuntimeError
+        assert is_named or is_mismatch or (error is None and trainer.global_step == 8), (place, error)
+        num_refused += is_named
+    assert num_refused > num_edits // 4
 
 
 def copied(run: Path, to: Path) -> Path:
@@ -258,6 +301,7 @@ def hostile(draw: random.Random, pieces: list[bytes]) -> bytes:
     return bytes(content)
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("num_files", [30, *nightly(500)])
 def test_a_hostile_file_is_opened_or_refused(tmp_path, num_files):
     trainer = engine(max_steps=2, default_root_dir=tmp_path)
