@@ -55,6 +55,7 @@ __all__ = [
     "share_job_secret",
     "share_threads",
     "shows_all_frames",
+    "started_by_hand",
 ]
 
 # Detects the launcher of a run's processes, and the rank of this one.
@@ -167,6 +168,11 @@ def launcher_name() -> str | None:
     if SLURMEnvironment.detect() and _number_in("SLURM_NTASKS", 1) > 1:
         return "SLURM"
     return _found(_OTHERS)
+
+
+def started_by_hand() -> bool:
+    """Whether ranks were started one by one with torchrun's variables: no launcher looks at their exit codes."""
+    return launcher_name() == _PLAIN
 
 
 def launched_sizes() -> tuple[int, int] | None:

@@ -4,6 +4,7 @@ import atexit
 import faulthandler
 import gc
 import logging
+import math
 import os
 import pickle
 import shutil
@@ -47,11 +48,13 @@ from ..distributed.environment import (
     owns_master_port,
     reserve_port,
     shows_all_frames,
+    started_by_hand,
 )
 from ..flags import LAUNCHERS
 from ..initialization import make_room
 from ..reliability.failure import print_rank, report_failure, watch_parent
 from ..reliability.hard_exit import END_TIMEOUT_S, await_ranks, end_tree, hard_exit, started_ranks
+from ..reliability.rendezvous import current_job, in_words, wait_for_ends
 from ..reliability.tracebacks import shorten
 
 __all__ = ["RefusedLaunchError", "check_forks", "end_group_at_exit", "make_launcher"]
@@ -555,6 +558,10 @@ _reservations: list[socket.socket] = []
 """Sockets that reserve the port of the rendezvous, for all runs of this process."""
 
 
+_awaits_others: set[int] = set()
+"""Ids of the processes that wait for the other ranks when they exit."""
+
+
 class RefusedLaunchError(ValueError, MisconfigurationException):
     """The processes can't be started in this way; also a MisconfigurationException, as in Lightning's launchers."""
 
@@ -581,6 +588,9 @@ class _ScriptLauncher(_SubprocessScriptLauncher):
         self._hang_timeout_s = getattr(trainer, "hang_timeout_s", None)
         self._can_lose = self._strategy.can_lose
         watch_parent(self._first_rank + self.cluster_environment.local_rank(), _REPORT_S)
+        if started_by_hand() and os.getpid() not in _awaits_others:
+            _awaits_others.add(os.getpid())
+            atexit.register(self._await_others_at_exit, os.getpid())
         return super().launch(*args, **kwargs)
 
     def kill(self, signum: Any) -> None:
@@ -620,6 +630,19 @@ class _ScriptLauncher(_SubprocessScriptLauncher):
     def _longest_s(self) -> float | None:
         # A rank that hangs ends itself after `hang_timeout_s`, and knows where it hangs, so it gets that time first.
         return None if self._hang_timeout_s is None else self._hang_timeout_s + _REPORT_S
+
+    def _await_others_at_exit(self, process: int) -> None:
+        """Ends with code 1 if another rank has failed after `fit`: nobody else looks at all of their codes."""
+        job = current_job()
+        if os.getpid() != process or job is None or job.num_ranks == 1:
+            return
+        has_failed = getattr(sys, "last_value", None) is not None
+        longest_s = math.inf if (limit_s := self._longest_s()) is None else limit_s
+        failed = wait_for_ends(job, has_failed=has_failed, longest_s=longest_s)
+        failed = [rank for rank in failed if rank != job.rank and not self._can_lose(rank)]
+        if failed:
+            print_rank(job.rank, f"ends with exit code 1: {in_words(failed)} failed when the run was over")
+            hard_exit()
 
     def _await_ranks_at_exit(self) -> None:
         for thread in threading.enumerate():

@@ -52,6 +52,7 @@ __all__ = [
     "process_key",
     "this_process",
     "wait_for_all",
+    "wait_for_ends",
 ]
 
 # The registry of a run's ranks: the reports that they publish, and whether their processes still run.
@@ -154,14 +155,15 @@ class RankRegistry:
         accept_probes()
         self._number += 1
         self.publish("beat", {"number": self._number, **self.me, **report})
-        self._look_for(self._unknown[:_MAX_CHECKED])
+        self.look_for(self._unknown[:_MAX_CHECKED])
 
     def look_for_all(self) -> None:
         """Reads the processes of all ranks that are not known yet, which a rank does once, to report of them."""
         with suppress(RuntimeError):
-            self._look_for(self._unknown)
+            self.look_for(self._unknown)
 
-    def _look_for(self, ranks: list[int]) -> None:
+    def look_for(self, ranks: list[int]) -> None:
+        """Reads the processes of these ranks, as far as they are connected."""
         if not ranks:
             return
         if len(self._unknown) > _MAX_CHECKED and not self._are_all_connected:
@@ -234,6 +236,17 @@ class RankRegistry:
                 self._last_heard[rank] = number, clock
         heard = {rank: self._last_heard[rank][1] for rank in due}
         return {rank: clock - at for rank, at in heard.items() if clock - at > longest_s}
+
+    def is_gone(self, rank: int) -> bool:
+        """Whether the process of a rank that is known here has ended; takes at most 2 s."""
+        if rank not in self.processes or self.is_local(rank):
+            return self.has_ended(rank)
+        return self.probe(rank) is ProcessState.ENDED
+
+    def has_started_this(self, rank: int) -> bool:
+        """Whether a rank's process has started this one, directly or not, and so may wait for its end."""
+        started_by = [process.pid for process in psutil.Process().parents()]
+        return self.is_local(rank) and self.processes[rank]["pid"] in started_by
 
     def probe(self, rank: int) -> ProcessState:
         """Returns the state of a rank's process on another machine; takes at most 2 s."""
@@ -329,6 +342,13 @@ class AbsentError(CausedByRank, TimeoutError):
     """Ranks have not connected in time; `rank` is the first of them."""
 
 
+_ENDED = "polyphase/ended"
+"""Key of rank 0's list of the ranks whose programs have failed; with a rank behind it, of what that rank says."""
+_READ = f"{_ENDED}/read"
+"""Counter of the ranks that have read the list, and make no further call of the store."""
+_LAST_READ_S = 3.0
+"""The longest time that rank 0 waits for that."""
+
 _servers: dict[tuple[str, int], Any] = {}
 """The stores that this process has opened, by address and port; other ranks need them until it ends."""
 _num_opened: dict[tuple[str, int], int] = {}
@@ -369,6 +389,67 @@ def wait_for_all(job: JobStore, timeout: timedelta) -> None:
 
     _await(still_absent, job.num_ranks, timeout)
     job.write(ALL_CONNECTED, {})
+
+
+def wait_for_ends(job: JobStore, *, has_failed: bool, longest_s: float) -> list[int]:
+    """Tells the other ranks how this one's program ends, and learns how theirs do; called when each of them exits.
+
+    Phases: each rank writes whether it has failed; rank 0, whose process may host the store, waits for all of them and
+    writes which have; the others read that and count themselves, for which rank 0 waits last.
+
+    Args:
+        job: the store of the job.
+        has_failed: whether an exception ends this program: then it waits for none.
+        longest_s: the longest time to wait.
+
+    Returns:
+        The ranks that have failed; none of those that take longer.
+    """
+    deadline = time.monotonic() + longest_s
+    try:
+        ranks = RankRegistry("end", job)
+        ranks.job.write(f"{_ENDED}/{job.rank}", {"failed": has_failed})
+        if job.rank:
+            return [] if has_failed else _failed_by_rank_0(ranks, deadline)
+        failed = [0] if has_failed else _failed_ranks(ranks, deadline)
+        ranks.job.write(_ENDED, {"failed": failed})
+        deadline = time.monotonic() + _LAST_READ_S
+        while ranks.job.count(_READ) < job.num_ranks - 1 - len({*failed} - {0}) and time.monotonic() < deadline:
+            time.sleep(_PERIOD_S)
+        return failed
+    except RuntimeError:  # the store's host has ended, so not all ranks have ended well
+        return [0] if job.rank and not has_failed else []
+
+
+def _failed_ranks(ranks: RankRegistry, deadline: float) -> list[int]:
+    """Waits as rank 0 until all others end well, or one has failed."""
+    ranks.look_for_all()
+    running = ranks.others
+    while running and time.monotonic() < deadline:
+        due, rest = running[:_MAX_CHECKED], running[_MAX_CHECKED:]
+        gone = [rank for rank in due if ranks.is_gone(rank)]  # looked at before its last words are
+        words = ranks.job.read_all([f"{_ENDED}/{rank}" for rank in due], {"failed": bool})
+        ends = {rank: words.get(f"{_ENDED}/{rank}", {"failed": True} if rank in gone else None) for rank in due}
+        if failed := [rank for rank, end in ends.items() if end is not None and end["failed"]]:
+            return failed
+        running = [*rest, *(rank for rank, end in ends.items() if end is None)]
+        time.sleep(_PERIOD_S)
+    return []
+
+
+def _failed_by_rank_0(ranks: RankRegistry, deadline: float) -> list[int]:
+    ranks.look_for([0])
+    if ranks.has_started_this(0):
+        return []
+    while time.monotonic() < deadline:
+        is_gone = ranks.is_gone(0)
+        if (end := ranks.job.read(_ENDED, {"failed": list})) is not None:
+            ranks.job.count(_READ, 1)
+            return [rank for rank in end["failed"] if type(rank) is int]
+        if is_gone:
+            return [0]
+        time.sleep(_PERIOD_S)
+    return []
 
 
 def open_store(address: str, port: int, rank: int, timeout: timedelta, *, is_local: bool) -> dist.Store:
