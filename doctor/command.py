@@ -2,12 +2,15 @@
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich.console import Console
 
 from polyphase.engine.flags import choose
+from polyphase.engine.foreign import for_terminal, written_beside
 
 from .compare import compare_command
 from .page import page
@@ -69,7 +72,7 @@ def main(words: Sequence[str]) -> int:
             _write(arguments.html, run)
             print(f"wrote {arguments.html}", file=sys.stderr if arguments.json else None)
     except (OSError, ValueError) as error:
-        print(f"polyphase: error: {error}", file=sys.stderr)
+        print(for_terminal(f"polyphase: error: {error}"), file=sys.stderr)
         return 2
     verdict = judge(run)
     if arguments.json:
@@ -87,5 +90,7 @@ def _checked(words: Sequence[str]) -> Sequence[str]:
 
 
 def _write(path: str, run: Run) -> None:
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(page(run, judge(run)))
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise ValueError(f"{path!r} is no file, so no page is written there.")
+    with written_beside(path) as beside:
+        Path(beside).write_text(page(run, judge(run)), encoding="utf-8")

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from polyphase.engine.flags import choose
+from polyphase.engine.foreign import for_terminal
 from polyphase.engine.phases import PHASES
 
 from .figures import Figures
@@ -207,7 +208,7 @@ def compare_command(words: Sequence[str], read: Callable[[str], Run]) -> int:
             raise ValueError(f"doctor --compare takes two runs, but got {' '.join(folders) or 'none'}.")
         comparison = compare_runs(*(read(folder) for folder in folders))
     except (OSError, ValueError) as error:
-        print(f"polyphase: error: {error}", file=sys.stderr)
+        print(for_terminal(f"polyphase: error: {error}"), file=sys.stderr)
         return 2
     if "--json" in words:
         print(json.dumps(comparison.plain(), indent=2))

@@ -198,7 +198,7 @@ def _read_rank(path: str) -> tuple[RankInfo, list[Interval]]:
     if not records or type(records[0]) is not dict or records[0].get("kind") != "rank":
         raise ValueError(f"{path!r} does not begin with what a rank says of itself.")
     if records[0].get("schema") != SCHEMA:
-        raise ValueError(f"{path!r} is of schema {records[0].get('schema')}, and this version reads {SCHEMA}.")
+        raise ValueError(f"{path!r} is of schema {records[0].get('schema')!r:.50}, and this version reads {SCHEMA}.")
     return _of(RankInfo, records[0], path, 1), [_of(Interval, r, path, n) for n, r in enumerate(records[1:], start=2)]
 
 

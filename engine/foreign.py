@@ -21,7 +21,10 @@ from typing_extensions import NotRequired, Required, is_typeddict
 
 __all__ = [
     "MOST",
+    "MOST_RANKS",
+    "NOT_SHOWN",
     "Count",
+    "Few",
     "NotAPlainFileError",
     "Positive",
     "Range",
@@ -33,7 +36,7 @@ __all__ = [
     "written_beside",
 ]
 
-_NOT_SHOWN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+NOT_SHOWN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 """Controls of terminals, marks that change the direction of the text, and bytes of file names that are no UTF-8."""
 
 
@@ -83,7 +86,7 @@ def written_beside(path: str) -> Iterator[str]:
 
 def for_terminal(text: str) -> str:
     """Returns a text without commands for a terminal: each control is written as Python writes it in a string."""
-    return _NOT_SHOWN.sub(lambda control: control[0].encode("unicode_escape").decode(), text)
+    return NOT_SHOWN.sub(lambda control: control[0].encode("unicode_escape").decode(), text)
 
 
 def for_html(text: object) -> str:
@@ -115,6 +118,9 @@ class Range:
 
 Count = Annotated[int, Range(0)]
 Positive = Annotated[int, Range(1)]
+MOST_RANKS = 1 << 20
+"""Far more than any run has, and few enough to loop over."""
+Few = Annotated[int, Range(1, MOST_RANKS)]
 
 
 def problem(value: Any, expected: Any, where: str) -> str | None:

@@ -11,7 +11,7 @@ from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from ..foreign import NotAPlainFileError, open_plain
+from ..foreign import NOT_SHOWN, NotAPlainFileError, open_plain
 
 __all__ = ["Files", "NotAPlainFileError", "absolute", "is_plain_name", "naming", "resolve", "sync"]
 
@@ -20,8 +20,9 @@ _PROTOCOL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*(::|://)")
 
 
 def is_plain_name(name: Any) -> bool:
-    """Whether `name` is the plain name of a file in a folder, not a path that could lead out of it."""
-    return type(name) is str and 0 < len(name) <= 255 and name not in (".", "..") and not {*name} & {"/", "\\", "\0"}
+    """Whether `name` is the plain name of a file in a folder: no path that could lead out of it, nor commands."""
+    is_short = type(name) is str and 0 < len(name) <= 255
+    return is_short and name not in (".", "..") and not {*name} & {"/", "\\"} and not NOT_SHOWN.search(name)
 
 
 class Files:

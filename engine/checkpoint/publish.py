@@ -25,6 +25,7 @@ from typing import IO, Any
 
 from fsspec.implementations.local import LocalFileSystem
 
+from ..foreign import for_terminal
 from .checked_io import Files, naming, resolve, sync
 from .manifest import (
     MANIFEST,
@@ -191,7 +192,7 @@ def _make_way(path: str | os.PathLike[str], status: PathStatus) -> str | None:
 def _aside(final: str) -> tuple[str, str]:
     """Returns a free name for the damaged checkpoint `final`, and a note for the user."""
     aside = f"{final}.damaged-{_random_name()}"
-    return aside, f"{final} was damaged: it was renamed to {aside}, and a new checkpoint has its name."
+    return aside, for_terminal(f"{final} was damaged: it was renamed to {aside}, and a new checkpoint has its name.")
 
 
 def set_aside(path: str) -> str | None:
@@ -208,7 +209,7 @@ def set_aside(path: str) -> str | None:
         os.rename(final, aside)
     except (CheckpointError, OSError):
         return None
-    return f"{path} is damaged: it was renamed to {aside}."
+    return for_terminal(f"{path} is damaged: it was renamed to {aside}.")
 
 
 def update_link(path: str | os.PathLike[str], name: str = "last") -> str | None:
@@ -250,7 +251,7 @@ def remove(path: str | os.PathLike[str]) -> None:
     if not fs.exists(folder):
         return
     if status.kind == "foreign":
-        warnings.warn(f"{path} is {status.about}: it is not removed.", stacklevel=2)
+        warnings.warn(for_terminal(f"{path} is {status.about}: it is not removed."), stacklevel=2)
         _remove_among_others(path, status.extras)
         return
     if not fs.isdir(folder):

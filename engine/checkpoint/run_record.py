@@ -9,12 +9,12 @@ import logging
 import os
 import uuid
 import zlib
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from fsspec.implementations.local import LocalFileSystem
 from typing_extensions import NotRequired, TypedDict
 
-from ..foreign import Count, Range, problem
+from ..foreign import Count, Few, problem
 from .checked_io import Files, absolute, resolve
 
 __all__ = ["RunRecord", "read_record", "replace_file", "write_record"]
@@ -43,15 +43,11 @@ class RunRecord(NamedTuple):
     """The engine's arguments that differ from their defaults, for information only; None if unknown."""
 
 
-_Few = Annotated[int, Range(1, 1 << 20)]
-"""The most ranks and micro-batches: far more than any run has, and few enough to loop over."""
-
-
 class _Batches(TypedDict):
-    accumulate_grad_batches: _Few
-    accumulation_asked: _Few
-    world_size: _Few
-    layout: dict[str, _Few]
+    accumulate_grad_batches: Few
+    accumulation_asked: Few
+    world_size: Few
+    layout: dict[str, Few]
 
 
 class _Stored(TypedDict):

@@ -21,7 +21,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 from urllib.parse import urlparse
 from urllib.request import url2pathname
 from weakref import WeakKeyDictionary
@@ -29,6 +29,7 @@ from weakref import WeakKeyDictionary
 from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from typing_extensions import TypedDict
 
 from .._compat.lightning import _convert_params, _flatten_dict
 from ..checkpoint.checked_io import Files, absolute, is_plain_name, resolve
@@ -37,6 +38,7 @@ from ..checkpoint.manifest import CheckpointError, read_manifest
 from ..checkpoint.retention import list_entries
 from ..checkpoint.run_record import read_record, replace_file
 from ..distributed.environment import restart_count
+from ..foreign import Count, Range, problem
 
 __all__ = ["LogContinuation", "kind_of"]
 
@@ -59,6 +61,17 @@ _TAG = "polyphase.run"
 _MOST_MARK_BYTES = 1 << 14
 _EVENTS = ".tfevents."
 """Part of the name of each of TensorBoard's files."""
+
+
+def _is_row(row: list[Any]) -> str | None:
+    return problem(tuple(row), tuple[Annotated[int, Range(-1)], Count, dict[str, str]], "has a part that")
+
+
+class _Rows(TypedDict):
+    """The position in a log of W&B."""
+
+    next: Count
+    recent: list[Annotated[list, _is_row]]
 
 
 class _LoggerKind:
@@ -280,14 +293,11 @@ class _Wandb(_LoggerKind):
         return {"next": self._next_row(logger), "recent": [*recent]}
 
     def checked(self, position: Any) -> Any:
-        try:
-            rows = [
-                (int(row), int(step), {str(name): float(value) for name, value in values.items()})
-                for row, step, values in position["recent"]
-            ]
-            return {"next": int(position["next"]), "recent": rows}
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"the position {position!r} says no rows") from error
+        if wrong := problem(position, _Rows, "its position"):
+            raise ValueError(wrong)
+        recent = position["recent"]
+        rows = [(row, step, {name: float(text) for name, text in values.items()}) for row, step, values in recent]
+        return {**position, "recent": rows}
 
     def take_back(self, logger: Any, position: Any, step: int) -> None:
         # W&B removes nothing; rows that are logged again get their old numbers.
@@ -402,6 +412,9 @@ def _cut(folder: str, marker: str, sizes: dict[str, int]) -> None:
         path = os.path.join(folder, name)
         if not sizes.get(name):
             os.remove(path)
+        elif size > sizes[name] and os.stat(path).st_nlink > 1:  # its other name may be anybody's
+            with open(path, "rb") as file:
+                replace_file(path, file.read(sizes[name]))
         elif size > sizes[name]:
             os.truncate(path, sizes[name])
 

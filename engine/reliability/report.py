@@ -14,7 +14,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from ..distributed.job_store import ProcessState, StoreLostError, place_of
-from ..foreign import open_new
+from ..foreign import for_terminal, open_new
 from ..version import __version__
 from .flight_recorder import describe_differences, mismatches
 from .rendezvous import RankRegistry
@@ -56,7 +56,7 @@ _UNKNOWN = "the culprit is unknown: that host, or the network between"
 
 def because(failure: dict[str, Any], rank: int) -> str:
     """Describes a recorded failure as the reason why `rank` stops."""
-    message = failure["message"]
+    message = for_terminal(failure["message"])  # of the store, to which others can write
     if failure["kind"] == HOST_LOST:
         return message
     if failure["rank"] != rank:
@@ -66,9 +66,8 @@ def because(failure: dict[str, Any], rank: int) -> str:
 
 def blame(failure: dict[str, Any]) -> str:
     """Describes a recorded failure as the reason why the run ends, for the exception of a rank that has not failed."""
-    if failure["kind"] == HOST_LOST:
-        return f"because {failure['message']}"
-    return f"because of rank {failure['rank']}: {failure['message']}"
+    message = for_terminal(failure["message"])
+    return f"because {message}" if failure["kind"] == HOST_LOST else f"because of rank {failure['rank']}: {message}"
 
 
 def lost_ranks(peers: RankRegistry, silent: dict[int, float], longest_s: float) -> tuple[str, str, list[int]] | None:

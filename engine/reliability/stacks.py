@@ -28,6 +28,7 @@ from typing import Any
 import psutil
 
 from ..flags import choose
+from ..foreign import for_terminal
 from .tracebacks import is_installed, package_of
 
 __all__ = [
@@ -524,7 +525,7 @@ _KEPT = 2
 def _show(answers: Mapping[int, Any], *, all_threads: bool, all_frames: bool) -> None:
     """Prints the result of `lines`."""
     for line in lines(answers, all_threads=all_threads, all_frames=all_frames):
-        print(line)
+        print(for_terminal(line))
 
 
 def lines(answers: Mapping[int, Any], *, all_threads: bool = False, all_frames: bool = False) -> list[str]:

@@ -27,6 +27,7 @@ from typing import Any
 from ..contract import adapt
 from ..distributed.environment import launcher_name, shows_all_frames
 from ..distributed.job_store import FIRST_FAILURE, PATIENCE_S, StoreLostError, end_threads
+from ..foreign import for_terminal
 from .failure import DONE, TOLD, Wakeup, delay_the_kill, print_rank, watch_parent
 from .flight_recorder import late_ranks
 from .hard_exit import hard_exit, started_ranks
@@ -375,7 +376,7 @@ class Watchdog:
         verdict = peers.read("verdict", [first["by"]]).get(first["by"])
         if verdict is not None:
             if not peers.is_local(first["by"]):  # which has printed it on this machine
-                print_rank(self.heartbeat.rank, verdict["text"])
+                print_rank(self.heartbeat.rank, for_terminal(verdict["text"]))
             peers.publish("heard", {})
             hard_exit()
         self._await_own_exception(first)

@@ -65,6 +65,17 @@ def test_of_a_folder_of_runs_the_newest(folder, monkeypatch, capsys):
     assert doctor(monkeypatch, capsys, folder.parent.parent)[0] == 0
 
 
+def test_a_page_is_written_through_no_link(folder, tmp_path, monkeypatch, capsys):
+    (tmp_path / "thesis.tex").write_text("three years")
+    (tmp_path / "page.html").symlink_to(tmp_path / "thesis.tex")
+    assert doctor(monkeypatch, capsys, folder, "--html", tmp_path / "page.html")[0] == 0
+    assert (tmp_path / "thesis.tex").read_text() == "three years"
+    assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
+    assert not (tmp_path / "page.html").is_symlink()
+    code, _, said = doctor(monkeypatch, capsys, folder, "--html", "/dev/null")
+    assert (code, "'/dev/null' is no file" in said) == (2, True)
+
+
 def test_a_page_needs_no_network_and_no_script(folder, tmp_path, monkeypatch, capsys):
     code, said, _ = doctor(monkeypatch, capsys, folder, "--html", tmp_path / "page.html")
     text = (tmp_path / "page.html").read_text()

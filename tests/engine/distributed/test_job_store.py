@@ -2,18 +2,25 @@
 
 import json
 import logging
+import socket
+from contextlib import suppress
 
 import pytest
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from polyphase.engine.distributed import job_store
 from polyphase.engine.distributed.job_store import (
     FIRST_FAILURE,
     JobStore,
+    ProcessState,
     SignedStore,
     StoreLine,
+    accept_probes,
+    own_port,
     parsed,
+    probe,
     signed,
     verified,
 )
@@ -154,3 +161,21 @@ def test_texts_that_ranks_agree_on_are_signed(store, caplog):
     theirs.set("requested", "1")
     assert ours.check(["requested"])
     assert ours.get("requested") == b"1"
+
+
+def test_the_port_by_which_others_see_that_a_process_lives_reads_nothing(monkeypatch):
+    monkeypatch.setattr(job_store, "_servers", {})
+    assert own_port("127.0.0.1") == 0  # ranks of one machine have none
+    address = "localhost"
+    port = own_port(address)
+    assert port
+    with socket.create_connection((address, port), 5) as connection:
+        assert probe(address, port) is ProcessState.LIVES
+        connection.sendall(b"x" * 1000)
+        accept_probes()
+        connection.settimeout(5)
+        with suppress(ConnectionResetError):  # what it had not read is refused
+            assert connection.recv(1) == b""
+    assert own_port(address) == port
+    for server in job_store._servers.values():
+        server.close()

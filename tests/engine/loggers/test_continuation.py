@@ -2,12 +2,13 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from lightning.pytorch import Callback
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 
 from polyphase.callbacks import Snapshot
 from polyphase.engine import Engine
@@ -113,3 +114,56 @@ def test_what_a_link_leads_to_is_not_cut(tmp_path):
     kind.take_back(logger, {"events.out.tfevents.1": 3}, 0)
     kind.take_back(logger, {}, 0)
     assert other.read_bytes() == b"another experiment"
+
+
+def test_a_file_that_has_another_name_elsewhere_is_copied_before_it_is_cut(tmp_path):
+    """Of a copy by hard links, or another experiment's."""
+
+    def new() -> TensorBoardLogger:
+        return TensorBoardLogger(tmp_path, name="logs")
+
+    train(tmp_path / "run", new(), 5, snapshots())
+    (tmp_path / "copy").mkdir()
+    for path in (tmp_path / "logs" / "version_0").glob("*tfevents*"):
+        os.link(path, tmp_path / "copy" / path.name)
+    shutil.rmtree(tmp_path / "run" / "snapshots" / "step=5")
+    before = logs(tmp_path / "copy")
+    assert train(tmp_path / "run", new(), 8, snapshots(), resume="auto").global_step == 8
+    assert logs(tmp_path / "copy") == before
+    assert not are_kept(before, tmp_path / "logs" / "version_0")
+
+
+def test_nothing_is_removed_from_the_runs_of_wandb(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_SILENT", "true")
+
+    def new() -> WandbLogger:
+        return WandbLogger(save_dir=tmp_path, offline=True)
+
+    first = train(tmp_path / "run", new(), 5, snapshots())
+    first.logger.experiment.finish()
+    before = logs(tmp_path / "wandb")
+    shutil.rmtree(tmp_path / "run" / "snapshots" / "step=5")
+    again = train(tmp_path / "run", new(), 8, snapshots(), resume="auto")
+    assert again.logger.version == first.logger.version
+    again.logger.experiment.finish()
+    written = {name: content for name, content in before.items() if name.endswith(".wandb")}
+    after = logs(tmp_path / "wandb")
+    assert written
+    assert all(after[name].startswith(content) for name, content in written.items())
+
+
+@pytest.mark.parametrize(
+    "position",
+    [
+        *(None, 5, [], {"recent": []}, {"next": -1, "recent": []}, {"next": 1e999, "recent": []}),
+        *({"next": 1, "recent": rows} for rows in (5, [5], [[]], [[1e999, 1, {}]], [[1, 1, [1]]], [[1, 1, {"a": 1}]])),
+        {"next": 1, "recent": [[1, 1, {"a": "x"}]]},
+    ],
+)
+def test_a_position_of_wandb_that_is_none_is_refused(position):
+    kind = kind_of(WandbLogger(offline=True))
+    assert kind is not None
+    with pytest.raises(ValueError, match=r"position|could not convert"):
+        kind.checked(position)
+    rows = {"next": 3, "recent": [[2, 1, {"loss": "nan"}]]}
+    assert kind.checked(rows)["recent"][0][:2] == (2, 1)
