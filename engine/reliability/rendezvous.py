@@ -422,17 +422,20 @@ def wait_for_ends(job: JobStore, *, has_failed: bool, longest_s: float) -> list[
 
 
 def _failed_ranks(ranks: RankRegistry, deadline: float) -> list[int]:
-    """Waits as rank 0 until all others end well, or one has failed."""
+    """Waits as rank 0 until all others end well, or one has failed; one that ends without a word has ended on purpose.
+
+    A process of multiprocessing says nothing, for one: who has started it looks at its exit code.
+    """
     ranks.look_for_all()
     running = ranks.others
     while running and time.monotonic() < deadline:
         due, rest = running[:_MAX_CHECKED], running[_MAX_CHECKED:]
-        gone = [rank for rank in due if ranks.is_gone(rank)]  # looked at before its last words are
+        gone = list(filter(ranks.is_gone, due))  # looked at before their last words are
         words = ranks.job.read_all([f"{_ENDED}/{rank}" for rank in due], {"failed": bool})
-        ends = {rank: words.get(f"{_ENDED}/{rank}", {"failed": True} if rank in gone else None) for rank in due}
+        ends = {rank: words.get(f"{_ENDED}/{rank}") for rank in due}
         if failed := [rank for rank, end in ends.items() if end is not None and end["failed"]]:
             return failed
-        running = [*rest, *(rank for rank, end in ends.items() if end is None)]
+        running = [*rest, *(rank for rank, end in ends.items() if end is None and rank not in gone)]
         time.sleep(_PERIOD_S)
     return []
 
