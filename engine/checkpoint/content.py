@@ -107,7 +107,7 @@ _SomeFitLoop = TypedDict(
     {**_FitLoop.__annotations__, "epoch_loop.state_dict": Annotated[dict, _may_count_batches]},  # type: ignore[misc]
     total=False,
 )
-"""What files of Lightning's have of it, also of older versions: what is missing begins anew."""
+"""The same in a file of Lightning's, also of an older version: what is missing begins anew."""
 
 
 class _EvaluationLoop(TypedDict):

@@ -79,10 +79,10 @@ class FolderIndex:
         """Returns the manifests, without files, layout and versions, of those of `paths` that need not be opened."""
         stamps = [] if self._root is None else [(_stamp(path), path) for path in paths]
         lines = [(stamp, self._lines.get(os.path.basename(path)), path) for stamp, path in stamps]
-        known = [(line, path) for stamp, line, path in lines if line and stamp == (line["size"], line["mtime_ns"])]
+        fitting = [(line, path) for stamp, line, path in lines if line and stamp == (line["size"], line["mtime_ns"])]
         manifests: dict[str, Manifest] = {}
         opened_at, least = None, MOST
-        for line, path in sorted(known, key=lambda entry: entry[0]["mtime_ns"], reverse=True):
+        for line, path in sorted(fitting, key=lambda entry: entry[0]["mtime_ns"], reverse=True):
             if opened_at is not None and line["mtime_ns"] < opened_at and line["sequence"] < least:
                 fields: dict[str, Any] = {key: value for key, value in line.items() if key not in ("size", "mtime_ns")}
                 manifests[path] = Manifest(epoch=0, layout={}, world_size=1, versions={}, files={}, **fields)

@@ -72,12 +72,12 @@ def list_entries(folder: str | os.PathLike[str], index: FolderIndex | None = Non
         is_link = is_local and os.path.islink(place)  # the link `last` points at a checkpoint that is listed itself
         if not is_link and (not is_reserved(name) or name.startswith(LEFTOVERS)):
             places.append(place)
-    known = {} if index is None else index.manifests(place for place in places if _is_final(place))
+    of_index = {} if index is None else index.manifests(place for place in places if _is_final(place))
     entries = []
     for place in places:
         path = place if is_local else fs.unstrip_protocol(place)
-        if place in known:
-            entries.append(Entry(path, "checkpoint", known[place]))
+        if place in of_index:
+            entries.append(Entry(path, "checkpoint", of_index[place]))
         elif is_set_aside(os.path.basename(place.rstrip("/"))):
             entries.append(Entry(path, "other", problem="was moved aside, since it is damaged"))
         elif fs.isdir(place):

@@ -1,4 +1,4 @@
-"""What is wrong with the state of callbacks, schedulers and optimizers in a checkpoint, as the run's objects tell.
+"""Checks of the state of callbacks, schedulers and optimizers in a checkpoint, by the run's own objects.
 
 The engine's own checkpoints have a record of what was saved in them. A file of Lightning's has none, and the objects
 that take its values notice a wrong one when they first compute with it, or never.
