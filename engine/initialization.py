@@ -14,6 +14,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from fnmatch import fnmatch
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -469,7 +470,7 @@ def _give_memory(
 def _forget_replaced(submodule: nn.Module, real: dict[Tensor, Tensor], num_before: int) -> None:
     """Drops tensors that were created within `submodule` and that shards have replaced."""
     held = {id(tensor) for tensor in _tensors(submodule, recurse=True)}
-    for meta in list(real)[num_before:]:
+    for meta in list(islice(reversed(real), len(real) - num_before)):
         if id(real[meta]) not in held:
             del real[meta]
 

@@ -314,7 +314,7 @@ class FSDP(UnitSteps):
             is_unit = submodule in units or submodule is model
             if is_unit:
                 if submodule not in equal:
-                    together = _small_units(due[places[submodule] :]) if is_whole else [submodule]
+                    together = _small_units(due, places[submodule]) if is_whole else [submodule]
                     equalise(together, self.root_device)
                     equal.update(together)
                 for parameter in submodule.parameters():
@@ -460,11 +460,11 @@ def _children_first(module: nn.Module) -> Iterator[nn.Module]:
     yield module
 
 
-def _small_units(due: Sequence[nn.Module]) -> list[nn.Module]:
-    """Returns the first of these modules, and those next to it that are small with it together."""
+def _small_units(due: Sequence[nn.Module], first: int) -> list[nn.Module]:
+    """Returns the module at a place among these, and those after it that are small with it together."""
     together: list[nn.Module] = []
     num_bytes = 0
-    for module in due:
+    for module in map(due.__getitem__, range(first, len(due))):
         num_bytes += sum(tensor.nbytes for tensor in unsharded_tensors([module]))
         if together and num_bytes > _SMALL_UNITS_MB * 2**20:
             break

@@ -37,6 +37,7 @@ class BorrowedParameters:
         self._module, self.allowed = module, allowed
         self._present: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
         self._places: list[tuple[nn.Module, str, nn.Parameter]] = []
+        self._found: dict[int, list[tuple[str, nn.Module, str]]] = {}
 
     def lent(self, shape: Tensor) -> nn.Parameter | None:
         """Returns the parameter that is in the module in place of `shape`; None if it is not lent."""
@@ -48,16 +49,24 @@ class BorrowedParameters:
         parameter = nn.Parameter(content, shape.requires_grad)
         begin_count(parameter)  # until the end of the batch, as the parameters of this rank
         self._present[id(shape)] = shape, parameter
-        for submodule in self._module.modules():
-            for name, value in submodule._parameters.items():
-                if value is shape:
-                    submodule._parameters[name] = parameter
-                    self._places.append((submodule, name, shape))
+        places = self._found[id(parameter)] = self._all_places()[id(shape)]
+        for _, submodule, name in places:
+            submodule._parameters[name] = parameter
+            self._places.append((submodule, name, shape))
         return parameter
 
     def name_of(self, shape: nn.Parameter) -> str:
         """Returns the first name of a parameter that this rank does not hold."""
-        return next(name for name, parameter in self._module.named_parameters() if parameter is shape)
+        return self._all_places()[id(shape)][0][0]
+
+    def _all_places(self) -> dict[int, list[tuple[str, nn.Module, str]]]:
+        """Returns where each parameter is: its name, and module and key; one walk for all that are borrowed."""
+        if not self._found:
+            for path, submodule in self._module.named_modules():
+                for key, parameter in submodule._parameters.items():
+                    place = (f"{path}.{key}" if path else key), submodule, key
+                    self._found.setdefault(id(parameter), []).append(place)
+        return self._found
 
     def __iter__(self) -> Iterator[nn.Parameter]:
         return (parameter for _, parameter in self._present.values())
@@ -68,6 +77,7 @@ class BorrowedParameters:
             part._parameters[name] = shape
         self._places.clear()
         self._present.clear()
+        self._found.clear()
 
 
 class Loan:
@@ -93,7 +103,7 @@ def loans_between(module: nn.Module, plan: StagePlan, borrowed: dict[int, list[s
         borrowed: the names of the parameters that each stage borrows.
         num_ranks: number of ranks of the pipeline; stage s is on rank s modulo that.
     """
-    parameters = dict(module.named_parameters())
+    parameters = dict(module.named_parameters()) if any(borrowed.values()) else {}
     pairs: dict[tuple[int, int, str], dict[str, nn.Parameter]] = defaultdict(dict)
     for stage, names in borrowed.items():
         for name in names:

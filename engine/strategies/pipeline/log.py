@@ -48,6 +48,8 @@ class StepLog:
         self._module = module
         self._calls: dict[tuple[str, int], list[tuple[Any, dict[str, Any]]]] = {}
         self._counts: dict[str, int] = defaultdict(int)
+        self._attributes: dict[int, str] = {}
+        """The names of the torchmetrics objects of the module, by their `id`; empty until one is logged."""
         self.is_last_stage = False
 
     @contextmanager
@@ -86,9 +88,11 @@ class StepLog:
         self._calls.setdefault(key, []).append((value, arguments))
 
     def _name_of(self, metric: Metric, name: str) -> str:
-        for attribute, submodule in self._module.named_modules():
-            if submodule is metric:
-                return attribute
+        if not self._attributes:  # one walk for all micro-batches
+            metrics = [(name, part) for name, part in self._module.named_modules() if isinstance(part, Metric)]
+            self._attributes = {id(part): name for name, part in metrics}
+        if id(metric) in self._attributes:
+            return self._attributes[id(metric)]
         raise ValueError(
             f"self.log({name!r}, ...) was given a {type(metric).__name__} that is no attribute of the module: assign it"
             " to one in the constructor, so that all stages of the pipeline know it."

@@ -1,6 +1,11 @@
-import pytest
+from cProfile import Profile
 
-from polyphase.engine.strategies.pipeline.log import idle_text
+import pytest
+from lightning.pytorch import LightningModule
+from torch import nn
+from torchmetrics import MeanMetric
+
+from polyphase.engine.strategies.pipeline.log import StepLog, idle_text
 
 
 @pytest.mark.parametrize(
@@ -34,3 +39,20 @@ from polyphase.engine.strategies.pipeline.log import idle_text
 )
 def test_idle_time_in_words(arguments, expected):
     assert idle_text(*arguments) == expected
+
+
+def calls_of_a_batch(number: int) -> int:
+    """In which as many torchmetrics objects are logged by each of two micro-batches."""
+    module = LightningModule()
+    module.metrics = nn.ModuleList(MeanMetric() for _ in range(number))
+    log = StepLog(module)
+    with log.attached(), Profile(subcalls=False, builtins=False) as profile:
+        for _ in range(2):
+            log.begin_micro_batch(is_last_stage=True)
+            for index, metric in enumerate(module.metrics):
+                module.log(str(index), metric)
+    return sum(entry.callcount for entry in profile.getstats())
+
+
+def test_twice_as_many_metrics_take_twice_as_many_calls():
+    assert calls_of_a_batch(100) <= 2.2 * calls_of_a_batch(50)
