@@ -8,16 +8,17 @@ import functools
 import operator
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..checkpoint.rng import host_state, set_random_state
+from ..checkpoint.rng import set_random_state
+from .drawing import is_same_state
 
-__all__ = ["OwnGenerators", "set_own_states", "set_state_here", "states_of_own"]
+__all__ = ["OwnGenerators", "States", "set_own_states", "set_state_here", "states_of_own"]
 
 _MOST = 300
 """The most objects that are searched, and the most items of one container, which may be a list of all samples."""
@@ -26,6 +27,45 @@ _MANY = 64
 """Containers with more items are taken for lists of samples: they are searched last, and plain values in them once."""
 _PLAIN = (str, bytes, int, float, bool, complex, type(None), type, torch.Tensor, np.ndarray)
 _KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+
+
+_Global = tuple[bytes, tuple[Any, ...], tuple[Any, ...]]
+
+
+class States:
+    """The states of a process's generators, quick to read, compare and send. Not a tuple, which pin_memory traverses.
+
+    Args:
+        content: the states of torch, NumPy and Python.
+        own: the states of the generators of a data set, as plain values.
+    """
+
+    def __init__(self, content: _Global, own: dict[str, Any]) -> None:
+        self.content, self.own = content, own
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, States) and self.content == other.content and is_same_state(self.own, other.own)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @classmethod
+    def of(cls, state: dict[str, Any]) -> "States":
+        """Rebuilds the states from a result of `plain`, or of `get_random_state`."""
+        version, keys, gauss = state["python"]
+        name, numpys, *rest = state["numpy"]
+        numpys = np.array(numpys, dtype=np.uint32).tobytes()
+        torchs = state["torch"].numpy().tobytes()
+        return cls((torchs, (name, numpys, *rest), (version, tuple(keys), gauss)), state.get("own", {}))
+
+    def plain(self) -> dict[str, Any]:
+        """Returns the states as plain values, for `set_state_here`."""
+        torchs, (name, keys, *rest), pythons = self.content
+        return {
+            "python": pythons,
+            "numpy": [name, np.frombuffer(keys, dtype=np.uint32).tolist(), *rest],
+            "torch": torch.frombuffer(bytearray(torchs), dtype=torch.uint8),
+            "own": self.own,
+        }
 
 
 class OwnGenerators:
@@ -50,19 +90,38 @@ class OwnGenerators:
 
     def find(self) -> dict[str, Any]:
         """Returns the generators, by the path of attributes to them."""
-        if self._found is None or any(self._empty) or not all(map(_Container.is_unchanged, self._containers)):
+        are_same = self._found is not None and not any(self._empty)
+        # No call for a usual object, since this is called twice for each batch.
+        for number, (owner, is_usual, names, values) in enumerate(self._containers if are_same else ()):
+            names_now, now = ([*vars(owner)], [*vars(owner).values()]) if is_usual else _parts_now(owner)
+            if len(now) != len(values) or names_now != names:
+                are_same = are_same and _followed(names_now, now) == _followed(names, values)
+            elif not all(map(operator.is_, now, values)):
+                for value, before in zip(now, values, strict=True):
+                    is_plain = isinstance(value, _PLAIN) and isinstance(before, _PLAIN)  # such as a counter
+                    are_same = are_same and (is_plain or value is before)
+            self._containers[number] = owner, is_usual, names_now, now
+        if not are_same or self._found is None:
             self._found, containers = _search(self.data)
-            self._empty = [container.owner for container in containers if container.is_empty]
-            self._containers = [container for container in containers if not container.is_empty]
+            # A module has about ten empty dictionaries.
+            self._empty = [each[0] for each in containers if isinstance(each[0], (list, dict)) and not each[3]]
+            self._containers = [each for each in containers if not isinstance(each[0], (list, dict)) or each[3]]
         return self._found
 
     def states(self) -> dict[str, Any]:
         """Returns the states of the generators by path, as plain values."""
         return {path: _state_of(generator) for path, generator in self.find().items()}
 
-    def state_here(self) -> dict[str, Any]:
+    def read(self) -> tuple[_Global, dict[str, Any]]:
+        """Returns the arguments of `States` of all that the data set may draw from in this process."""
+        name, keys, *rest = np.random.get_state(legacy=True)
+        torchs = torch.default_generator.get_state().numpy().tobytes()
+        numpys = (name, keys.tobytes(), *rest)  # type: ignore[union-attr]
+        return (torchs, numpys, random.getstate()), self.states() if self.find() else {}
+
+    def here(self) -> States:
         """Returns all states that the data set may draw from in this process: the global generators, and its own."""
-        return {**host_state(), "own": self.states()}
+        return States(*self.read())
 
 
 def _search(data: Any) -> "tuple[dict[str, Any], list[_Container]]":
@@ -81,78 +140,44 @@ def _search(data: Any) -> "tuple[dict[str, Any], list[_Container]]":
             generators[path.lstrip(".")] = value
             continue
         parts = [(name, member) for name, member in _parts(value) if not isinstance(member, _PLAIN)]
-        if (parts or not is_sample) and (read := _reader(value)) is not None:
-            containers.append(_Container(value, read))
+        if (parts or not is_sample) and _may_change(value):
+            is_usual = not isinstance(value, (list, dict)) and not _is_closure(value)
+            containers.append((value, is_usual, *_parts_now(value)))
         are_samples = isinstance(value, (list, tuple, dict)) and len(value) > _MANY
         (samples if are_samples else waiting).extend((f"{path}.{name}", member) for name, member in parts)
     return generators, containers
 
 
-class _Container:
-    """A searched object, with its parts at that time.
+_Container = tuple[Any, bool, Sequence[Any], list[Any]]
+"""A searched object that may change, whether its parts are its attributes, and the names and values of its parts."""
 
-    Args:
-        owner: the object.
-        read: returns the names and the values of its parts.
-    """
 
-    def __init__(self, owner: Any, read: "_Reader") -> None:
-        self.owner, self._read = owner, read
-        self._names, self._values = read(owner)
+def _may_change(value: Any) -> bool:
+    """Whether an object may have other parts later."""
+    if isinstance(value, (list, dict)) or _is_closure(value):
+        return True
+    is_bound = callable(value) and getattr(value, "__self__", None) is not None
+    return not isinstance(value, (tuple, functools.partial)) and not is_bound and hasattr(value, "__dict__")
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether it is an empty list or dict; a module has about ten of these."""
-        return isinstance(self.owner, (list, dict)) and not self._values
 
-    def is_unchanged(self) -> bool:
-        """Whether it has the same parts, except plain values such as a counter."""
-        names, values = self._read(self.owner)
-        if len(values) == len(self._values) and all(map(operator.is_, values, self._values)) and names == self._names:
-            return True
-        is_same = _followed(names, values) == _followed(self._names, self._values)
-        self._names, self._values = names, values
-        return is_same
+def _is_closure(value: Any) -> bool:
+    return callable(value) and getattr(value, "__self__", None) is None and bool(getattr(value, "__closure__", None))
+
+
+def _parts_now(owner: Any) -> tuple[Sequence[Any], list[Any]]:
+    """Returns the names and the values of the parts of an object that may change."""
+    if isinstance(owner, list):
+        return _NUMBERS, owner[:_MOST]
+    if isinstance(owner, dict):
+        return list(islice(owner, _MOST)), list(islice(owner.values(), _MOST))
+    if _is_closure(owner):
+        return _NUMBERS, list(map(_content, owner.__closure__))
+    return [*vars(owner)], [*vars(owner).values()]
 
 
 def _followed(names: Iterable[Any], values: list[Any]) -> list[tuple[Any, int]]:
     named = zip(names, values, strict=False)
     return [(name, id(value)) for name, value in named if not isinstance(value, _PLAIN)]
-
-
-_Reader = Callable[[Any], tuple[Sequence[Any], list[Any]]]
-
-
-def _reader(value: Any) -> _Reader | None:
-    """Returns a function that reads the parts of an object; None if its parts stay the same."""
-    if isinstance(value, (tuple, functools.partial)):
-        return None
-    if isinstance(value, list):
-        return _of_list
-    if isinstance(value, dict):
-        return _of_dict
-    if callable(value) and getattr(value, "__self__", None) is not None:
-        return None
-    if callable(value) and getattr(value, "__closure__", None):
-        return _of_closure
-    return _of_object if hasattr(value, "__dict__") else None
-
-
-def _of_list(value: list[Any]) -> tuple[Sequence[Any], list[Any]]:
-    return _NUMBERS, value[:_MOST]
-
-
-def _of_dict(value: dict[Any, Any]) -> tuple[Sequence[Any], list[Any]]:
-    return list(islice(value, _MOST)), list(islice(value.values(), _MOST))
-
-
-def _of_closure(value: Any) -> tuple[Sequence[Any], list[Any]]:
-    return _NUMBERS, list(map(_content, value.__closure__))
-
-
-def _of_object(value: Any) -> tuple[Sequence[Any], list[Any]]:
-    attributes = vars(value)
-    return list(attributes), list(attributes.values())
 
 
 def _own_generators(data: Any) -> dict[str, Any]:
@@ -256,6 +281,6 @@ def _arrays(value: Any) -> Any:
 
 
 def set_state_here(data: Any, state: dict[str, Any]) -> None:
-    """Sets the global generators and those of a data set to the result of `OwnGenerators.state_here`."""
+    """Sets the global generators and those of a data set to the result of `States.plain`."""
     set_random_state(state)
     set_own_states(data, state["own"])

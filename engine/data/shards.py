@@ -26,8 +26,7 @@ from .._compat.torch import WorkerInfo
 from .._compat.torch import _utils as torchs
 from ..checkpoint.rng import get_random_state, set_random_state
 from .clone_loader import DatasetProxy, classes_of_torchdata, clone_loader, is_torchdata_loader
-from .drawing import is_same_state
-from .own_generators import OwnGenerators, set_state_here
+from .own_generators import OwnGenerators, States, set_state_here
 from .stateful import StateTrackingLoader, is_hugging_face_dataset, is_stateful
 from .stream_loader import OTHER_BATCHES, add_to_digest
 
@@ -83,7 +82,7 @@ class ShardedStream(DatasetProxy):
         self._digest = 0
         self._state: list[Any] = []
         self._part: Any = None
-        self._first: Any = None
+        self._first: States | None = None
         """The states of the generators when this worker began."""
         self._start: Any = None
         self._block: tuple[range, Any] = (range(0), None)
@@ -114,7 +113,7 @@ class ShardedStream(DatasetProxy):
         self._count, self._state, self._digest = start["count"], start["state"], start["digest"]
         self._block = range(0), None  # the epoch of the data set may have changed
         if self._first is None and worker is not None:
-            self._first = self._own.state_here()
+            self._first = self._own.here()
         left, now = _after(shards, start), start["now"]
         if not left and now is not None:  # a loader does not continue a worker that had finished
             set_state_here(self.dataset, now)
@@ -125,7 +124,7 @@ class ShardedStream(DatasetProxy):
         for number, (index, count, state, *begun) in enumerate(shards):
             self._at, self._count, self._state = self._before + number, count, state
             start, digest = begun or (None, 0)
-            states = self._start = self._own.state_here()
+            states = self._start = self._own.here().plain()
             if count and start is not None:
                 self._start = start
                 set_state_here(self.dataset, start)
@@ -218,9 +217,9 @@ class ShardedStream(DatasetProxy):
         state = self._state if self._part is None else [self._part.state_dict()]
         position = {"at": self._at, "count": self._count, "state": state, "start": self._start, "now": None}
         position["digest"] = self._digest
-        if self._first is None or is_same_state(now := self._own.state_here(), self._first):
+        if self._first is None or (now := self._own.here()) == self._first:
             return position
-        return {**position, "now": now}
+        return {**position, "now": now.plain()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Makes the next iterator continue at a position."""

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from ..checkpoint.rng import get_random_state, set_random_state
 from .clone_loader import classes_of_torchdata, clone_loader, is_torchdata_loader
 from .drawing import is_same_state
-from .own_generators import OwnGenerators, set_state_here
+from .own_generators import OwnGenerators, States, set_state_here
 from .stream_loader import OTHER_BATCHES, StreamLoader, can_be_read, is_stateful
 
 __all__ = [
@@ -160,9 +160,13 @@ class StateTrackingLoader(DataLoader):
             epoch: the current epoch, or the next one.
             batches: number of batches; in the current epoch, one of those whose states are kept.
         """
-        if epoch != self._epoch:
-            return self._latest
-        return self._states.get(batches, next(iter(self._states.values())))
+        oldest = next(iter(self._states.values()))
+        state = self._states.get(batches, oldest) if epoch == self._epoch else self._latest
+        if state is None or state.get("draws") is None:
+            return state
+        # As plain values only now: most states are of no checkpoint.
+        draws = {name: v.plain() if isinstance(v, States) else v for name, v in state["draws"].items()}
+        return {**state, "draws": draws}
 
     @property
     def has_cross_epoch_state(self) -> bool:
@@ -233,10 +237,10 @@ class StateTrackingLoader(DataLoader):
             raise ValueError(OTHER_BATCHES.format(name=name))
         if self._reapplied_state is not None and self._reapplied_state.is_due:
             reapplied, self._reapplied_state = self._reapplied_state, None
-            before, first = OwnGenerators(self.dataset).state_here(), list(itertools.islice(batches, 1))
+            before, first = OwnGenerators(self.dataset).here(), list(itertools.islice(batches, 1))
             if reapplied.is_applied(first):
                 reapplied.clear()
-                set_state_here(self.dataset, before)
+                set_state_here(self.dataset, before.plain())
                 first, batches = [], super().__iter__()
             batches = itertools.chain(first, batches)
         self.seen_epoch = epoch_of(self.dataset)
@@ -262,14 +266,18 @@ class StateTrackingLoader(DataLoader):
 
     def note(self, *, ended: bool) -> None:
         """Keeps the current state, after one more batch or at the end."""
-        self.seen_epoch = epoch_of(self.dataset)
         if self._reapplied_state is not None:
             self._reapplied_state.note_batch()
-        state = super().state_dict()  # type: ignore[misc]
+        is_ours = isinstance(self, StreamLoader)
+        source: Any = self._iterator if is_ours else super()
+        state = source.state_dict()
         # The next batch may change that of other loaders.
-        self._latest = {"state": state if isinstance(self, StreamLoader) else copy.deepcopy(state), "ended": ended}
+        latest: dict[str, Any] = {"state": state if is_ours else copy.deepcopy(state), "ended": ended}
         if self._draws is not None:
-            self._latest["draws"] = self._draws.state()
+            latest["draws"] = self._draws.latest
+        epoch = getattr(self.dataset, "epoch", None)
+        # torch: DataLoader.__setattr__ takes a call for each.
+        vars(self).update(_latest=latest, seen_epoch=epoch if isinstance(epoch, int) else None)
         if not ended:
             self._keep()
 
@@ -278,7 +286,7 @@ class StateTrackingLoader(DataLoader):
         self._keep()
 
     def _keep(self) -> None:
-        self._batches += 1
+        vars(self)["_batches"] += 1
         self._states[self._batches] = self._latest
         for oldest in list(self._states)[: -self.num_kept()]:
             del self._states[oldest]
@@ -330,19 +338,21 @@ class _PassDraws:
 
     Args:
         dataset: the stream.
-        resumed: the `state` of the pass that is resumed; None for a new one.
+        resumed: the `latest` of the pass that is resumed, as plain values; None for a new one.
     """
 
     def __init__(self, dataset: Any, resumed: dict[str, Any] | None) -> None:
         self._dataset = dataset
         self._own = OwnGenerators(dataset)
         self._resumed = resumed if resumed is not None and resumed["start"] is not None else None
-        self._start = self._own.state_here() if self._resumed is None else self._resumed["start"]
+        self._start: Any = self._own.here() if self._resumed is None else self._resumed["start"]
         # A stream without a state is read again: it may draw its order when the iterator is made, before a fetch.
         self._has_drawn = self._resumed is not None or not is_stateful(dataset)
         self._draws_between = self._resumed is not None and self._resumed["draws_on"]
         self._num_fetched = 0
-        self._state: dict[str, Any] | None = resumed
+        self.latest = resumed
+        """The states of the generators after the latest batch: at the pass's start, and before the next batch once that
+        is fetched; None in place of both if nothing was drawn."""
 
     def begin(self) -> bool:
         """Called before the iterator is made; returns whether it resumes a pass."""
@@ -354,8 +364,8 @@ class _PassDraws:
     def check_order(self, loader: DataLoader) -> bool:
         """Whether the stream was read again with other draws, with a warning if so; called once the iterator exists."""
         saved = None if self._resumed is None else self._resumed["next"]
-        reads_again = saved is not None and not is_stateful(self._dataset)
-        is_other = reads_again and self._draws_between and not is_same_state(saved, self._own.state_here())
+        is_read_again = self._draws_between and not is_stateful(self._dataset)
+        is_other = saved is not None and is_read_again and States.of(saved) != self._own.here()
         if is_other:
             rank_zero_warn(
                 f"{type(self._dataset).__name__} has no `state_dict`, and was read again up to its place. It draws"
@@ -370,22 +380,19 @@ class _PassDraws:
         if self._resumed is not None and self._resumed["next"] is not None:
             set_state_here(self._dataset, self._resumed["next"])
         self._resumed = None
-        before, latest = self._own.state_here(), self._state
+        before, own_before = self._own.read()
         try:
             return next(batches)
         finally:
-            if not is_same_state(before, self._own.state_here()):
+            after, own_after = self._own.read()
+            if before != after or ((own_before or own_after) and not is_same_state(own_before, own_after)):
                 self._draws_between = self._draws_between or self._num_fetched > 0
                 self._has_drawn = True
-                if latest is not None:
-                    latest.update(start=self._start, next=before)
+                if self.latest is not None:
+                    self.latest.update(start=self._start, next=States(before, own_before))
             self._num_fetched += 1
-
-    def state(self) -> dict[str, Any]:
-        """Returns the states of the generators: at the pass's start, and before the next batch once that is fetched."""
-        start = self._start if self._has_drawn else None
-        self._state = {"start": start, "next": None, "draws_on": self._draws_between}
-        return self._state
+            start = self._start if self._has_drawn else None
+            self.latest = {"start": start, "next": None, "draws_on": self._draws_between}
 
 
 # --- states that are applied again
@@ -505,7 +512,7 @@ class KeptStates:
             self._is_over = False
             return iter(())
         resumed, self._resumed = self._resumed, None
-        current = OwnGenerators(self.loader).state_here()
+        current = OwnGenerators(self.loader).here().plain()
         self._start = resumed or current
         self._states.clear()
         self._epoch_of_states = self._epoch()

@@ -11,7 +11,7 @@ of all workers at each batch, and the position of a persistent worker for the ne
 
 import copy
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
@@ -94,13 +94,13 @@ class _HereIterator(_SingleProcessDataLoaderIter):
             _load(loader.dataset, loaded)
         super().__init__(loader)
         self.has_ended, self.is_another = False, False
-        reads_again = not is_stateful(self._dataset) and not is_stateful(self._dataset_fetcher.dataset_iter)
-        self._digest = 0 if reads_again else None
+        self._of_stream = _states_of(self._dataset_fetcher)
+        self._digest = None if any(self._of_stream) else 0
         if loaded is not None:
             self._restore(loaded)
 
     def _restore(self, loaded: dict[str, Any]) -> None:
-        if is_stateful(self._dataset) or is_stateful(self._dataset_fetcher.dataset_iter):
+        if self._digest is None:
             _continue(self._dataset_fetcher, loaded)
         else:
             _read_again(self, loaded["_num_yielded"], self._dataset)
@@ -120,9 +120,9 @@ class _HereIterator(_SingleProcessDataLoaderIter):
     def state_dict(self) -> dict[str, Any]:
         digest = {} if self._digest is None else {"_digest": self._digest}
         return {
-            **_place(self._dataset_fetcher),
-            **_OF_SAMPLER,
+            **_place(self._of_stream, self._dataset_fetcher),
             **digest,
+            **_OF_SAMPLER,
             "_sampler_iter_yielded": self._num_yielded,
             "_num_yielded": self._num_yielded,
             "_iterator_finished": self.has_ended,
@@ -257,23 +257,24 @@ class _Batches(IterableDataset[Any]):
         return self._read(fetcher, worker.id)
 
     def _read(self, fetcher: Any, worker: int) -> Iterator[tuple[Any, "_Place"]]:
-        yield None, _Place(worker, fetcher, has_batch=False)
+        of_stream = _states_of(fetcher)
+        yield None, _Place(worker, of_stream, fetcher, has_batch=False)
         while True:
             try:
                 batch = fetch_from_stream(fetcher, self._indices)
             except StopIteration:
                 break
-            yield batch, _Place(worker, fetcher, has_batch=True)
+            yield batch, _Place(worker, of_stream, fetcher, has_batch=True)
         fetcher.ended = True
-        yield None, _Place(worker, fetcher, has_batch=False)
+        yield None, _Place(worker, of_stream, fetcher, has_batch=False)
 
 
 class _Place:
     """The position of a worker. Not a tuple, which pin_memory would traverse."""
 
-    def __init__(self, worker: int, fetcher: Any, *, has_batch: bool) -> None:
+    def __init__(self, worker: int, of_stream: "_OfStream", fetcher: Any, *, has_batch: bool) -> None:
         self.worker, self.has_batch = worker, has_batch
-        self.content = _key(worker), {"worker_id": worker, **_place(fetcher)}
+        self.content = _key(worker), {"worker_id": worker, **_place(of_stream, fetcher)}
 
 
 _OF_SAMPLER: dict[str, Any] = {
@@ -308,17 +309,33 @@ def _read_again(batches: Iterator[Any], count: int, dataset: Any) -> None:
         )
 
 
-def _place(fetcher: Any) -> dict[str, Any]:
-    """Returns copies of the states of a stream and of its iterator, which may be the same object."""
+_OfStream = tuple[Callable[[], Any] | None, Callable[[], Any] | None]
+
+
+def _states_of(fetcher: Any) -> _OfStream:
+    """Returns `state_dict` of a stream and of its iterator, None where there is none; they may be the same object."""
     dataset, samples = fetcher.dataset, fetcher.dataset_iter
     is_apart = samples is not dataset and is_stateful(dataset)
+    return dataset.state_dict if is_apart else None, samples.state_dict if is_stateful(samples) else None
+
+
+def _place(of_stream: _OfStream, fetcher: Any) -> dict[str, Any]:
+    """Returns the position of a stream, with copies of the states."""
+    of_dataset, of_samples = of_stream
+    state = None if of_samples is None else _copied(of_samples())
     return {
-        "dataset_state": copy.deepcopy(dataset.state_dict()) if is_apart else None,
-        "fetcher_state": {
-            "dataset_iter_state": copy.deepcopy(samples.state_dict()) if is_stateful(samples) else None,
-            "fetcher_ended": fetcher.ended,
-        },
+        "dataset_state": None if of_dataset is None else _copied(of_dataset()),
+        "fetcher_state": {"dataset_iter_state": state, "fetcher_ended": fetcher.ended},
     }
+
+
+def _copied(state: Any) -> Any:
+    """Returns a copy of a state; of the usual one, some numbers by name, without a call for each of them."""
+    is_flat = type(state) is dict and _VALUES.issuperset(map(type, state.values()))
+    return dict(state) if is_flat else copy.deepcopy(state)
+
+
+_VALUES = frozenset({bool, int, float, str, bytes, type(None)})
 
 
 def _has_state(position: dict[str, Any]) -> bool:
@@ -355,42 +372,44 @@ not read again."""
 """The error about a stream of the class `name`."""
 
 _MOST = 64
-"""Number of elements of a tensor, array or list in the checksum: a whole batch of images would take too long."""
+"""Number of elements of a tensor, array or list in the checksum, at equal distances: a whole batch of images would take
+too long."""
 
 
 def add_to_digest(digest: int, batch: Any) -> int:
-    """Returns the checksum of the batches up to `batch`, given that of the batches before it."""
+    """Returns the checksum of the batches up to `batch`, given that of the batches before it.
+
+    It depends on a batch's types, sizes and contents; of unknown objects, on their type alone.
+    """
     parts: list[bytes] = []
-    _add_parts(parts, batch)
+    waiting = [batch]
+    while waiting:  # one function for all parts, since it is called for each batch
+        value = waiting.pop()
+        if type(value) is _Key:
+            parts.append(value)
+            continue
+        parts.append(type(value).__name__.encode())
+        if isinstance(value, np.ndarray) and value.dtype != object:
+            value = torch.from_numpy(value.reshape(-1)[:: max(1, value.size // _MOST)].view(np.uint8).copy())
+        if isinstance(value, Tensor):
+            parts.append(str((value.dtype, tuple(value.shape))).encode())
+            if value.layout == torch.strided and value.device.type == "cpu" and not value.is_quantized:
+                flat = value.detach().resolve_conj().resolve_neg().reshape(-1)[:: max(1, value.numel() // _MOST)]
+                parts.append(flat.contiguous().view(torch.uint8).numpy().tobytes())
+        elif isinstance(value, (str, bytes)):
+            parts.append(str(len(value)).encode())
+            parts.append(value[:1024].encode(errors="replace") if isinstance(value, str) else value[:1024])
+        elif isinstance(value, (bool, int, float, complex, np.generic)):
+            parts.append(str(value).encode())
+        elif isinstance(value, (list, tuple)):
+            parts.append(str(len(value)).encode())
+            waiting += value[:_MOST][::-1]
+        elif isinstance(value, Mapping):
+            parts.append(str(len(value)).encode())
+            for key, inner in [*islice(value.items(), _MOST)][::-1]:
+                waiting += inner, _Key(str(key).encode())
     return zlib.crc32(b"".join(parts), digest)
 
 
-def _add_parts(parts: list[bytes], value: Any) -> None:
-    """Adds bytes that depend on a batch's type, size and contents; of unknown objects, on their type alone."""
-    parts.append(type(value).__name__.encode())
-    if isinstance(value, np.ndarray) and value.dtype != object:
-        value = torch.from_numpy(_evenly(value.reshape(-1)).view(np.uint8).copy())
-    if isinstance(value, Tensor):
-        parts.append(str((value.dtype, tuple(value.shape))).encode())
-        if value.layout == torch.strided and value.device.type == "cpu" and not value.is_quantized:
-            flat = value.detach().resolve_conj().resolve_neg()
-            parts.append(_evenly(flat.reshape(-1)).contiguous().view(torch.uint8).numpy().tobytes())
-    elif isinstance(value, (str, bytes)):
-        parts.append(str(len(value)).encode())
-        parts.append(value[:1024].encode(errors="replace") if isinstance(value, str) else value[:1024])
-    elif isinstance(value, (bool, int, float, complex, np.generic)):
-        parts.append(str(value).encode())
-    elif isinstance(value, (list, tuple)):
-        parts.append(str(len(value)).encode())
-        for inner in value[:_MOST]:
-            _add_parts(parts, inner)
-    elif isinstance(value, Mapping):
-        parts.append(str(len(value)).encode())
-        for key, inner in islice(value.items(), _MOST):
-            parts.append(str(key).encode())
-            _add_parts(parts, inner)
-
-
-def _evenly(flat: Any) -> Any:
-    """Returns some elements of a tensor or an array of one dimension, at equal distances."""
-    return flat[:: max(1, len(flat) // _MOST)]
+class _Key(bytes):
+    """A key of a mapping within a batch."""

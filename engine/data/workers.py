@@ -25,8 +25,7 @@ from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, get_work
 from .._compat.torch import _generate_state, _MultiProcessingDataLoaderIter
 from ..checkpoint.rng import get_random_state, set_random_state
 from .clone_loader import DatasetProxy, classes_of_torchdata, clone_loader, is_torchdata_loader, substitute_dataset
-from .drawing import is_same_state
-from .own_generators import OwnGenerators, set_own_states, set_state_here
+from .own_generators import OwnGenerators, States, set_own_states, set_state_here
 from .shards import ShardedStream
 from .stateful import has_position_state, is_stateful, tracks_own_position
 from .stream_loader import OTHER_BATCHES, BeginsWithWorker, add_to_digest
@@ -73,8 +72,8 @@ class Workers:
         self._epoch, self._num_kept = epoch, num_kept
         self._of_epoch, self._num_batches, self._next = -1, 0, 0
         self._layout: dict[str, Any] = {}
-        self._states: dict[int, _State] = {}
-        self._after: dict[int, tuple[int, dict[int, _State]]] = {}
+        self._states: dict[int, States] = {}
+        self._after: dict[int, tuple[int, dict[int, States]]] = {}
         self._resumed: dict[str, Any] | None = None
         self._iterator: _TakesStates | None = None
         """The iterator whose workers stay after an epoch (`persistent_workers`)."""
@@ -113,7 +112,7 @@ class Workers:
         self._num_batches = batches
         self._after.clear()
 
-    def begin(self, layout: dict[str, Any], first: int, states: "dict[int, _State] | None") -> None:
+    def begin(self, layout: dict[str, Any], first: int, states: dict[int, States] | None) -> None:
         """Begins a pass over the loader.
 
         Args:
@@ -128,7 +127,7 @@ class Workers:
         self._states = self._states if states is None else states
         self._keep()
 
-    def note(self, worker: int, state: "_State | None") -> None:
+    def note(self, worker: int, state: States | None) -> None:
         """Notes that a batch was read; `state` is the new state of its worker, None if unchanged."""
         if state is not None:
             self.set_state(worker, state)
@@ -136,7 +135,7 @@ class Workers:
         self._next = (self._next + 1) % self._layout["num_workers"]
         self._keep()
 
-    def set_state(self, worker: int, state: "_State") -> None:
+    def set_state(self, worker: int, state: States) -> None:
         """Sets the current state of a worker."""
         self._states = {**self._states, worker: state}
 
@@ -237,7 +236,7 @@ class _TakesStates(BeginsWithWorker, _AnyIterator):
     def _reset(self, loader: Any, first_iter: bool = False, **more: Any) -> None:
         resumed, states = self._resumed or {}, None
         if first_iter:
-            states = {worker: _State.of(state) for worker, state in resumed.get("states", {}).items()}
+            states = {worker: States.of(state) for worker, state in resumed.get("states", {}).items()}
         else:
             self.finish()
         layout = {**_layout_of(loader), "base_seed": resumed.get("base_seed", self._base_seed)}
@@ -286,45 +285,6 @@ def _torchdatas_iterator() -> Any:
     return StatefulIterator
 
 
-class _State:
-    """The states of a process's generators, quick to compare and send. Not a tuple, which pin_memory would traverse."""
-
-    def __init__(self, torchs: bytes, numpys: tuple[Any, ...], pythons: tuple[Any, ...], own: dict[str, Any]) -> None:
-        self.content = torchs, numpys, pythons
-        self.own = own
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _State) and self.content == other.content and is_same_state(self.own, other.own)
-
-    __hash__ = None  # type: ignore[assignment]
-
-    @classmethod
-    def here(cls, own: OwnGenerators) -> "_State":
-        """Reads the states of this process's global generators, and of the generators that the data set owns."""
-        name, keys, *rest = np.random.get_state(legacy=True)
-        torchs, numpys = torch.get_rng_state().numpy().tobytes(), (name, keys.tobytes(), *rest)  # type: ignore[union-attr]
-        return cls(torchs, numpys, random.getstate(), own.states())
-
-    @classmethod
-    def of(cls, state: dict[str, Any]) -> "_State":
-        """Rebuilds a state from a result of `plain`."""
-        version, keys, gauss = state["python"]
-        name, numpys, *rest = state["numpy"]
-        numpys = np.array(numpys, dtype=np.uint32).tobytes()
-        own = state.get("own", {})
-        return cls(state["torch"].numpy().tobytes(), (name, numpys, *rest), (version, tuple(keys), gauss), own)
-
-    def plain(self) -> dict[str, Any]:
-        """Returns the state in the form of `get_random_state`."""
-        torchs, (name, keys, *rest), pythons = self.content
-        return {
-            "python": pythons,
-            "numpy": [name, np.frombuffer(keys, dtype=np.uint32).tolist(), *rest],
-            "torch": torch.frombuffer(bytearray(torchs), dtype=torch.uint8),
-            "own": self.own,
-        }
-
-
 class _InWorker:
     """Wraps the user's collate_fn and worker_init_fn in the workers."""
 
@@ -334,7 +294,7 @@ class _InWorker:
         self._states = {} if resumed is None else resumed["states"]
         self._worker = -1
         self._own = OwnGenerators(None)
-        self._latest: _State | None = None
+        self._latest: States | None = None
 
     def begin(self, worker: int) -> None:
         """Replaces `worker_init_fn`: restores the worker's state, and calls the user's function."""
@@ -351,11 +311,11 @@ class _InWorker:
             set_random_state({**get_random_state(), **self._states[worker]})
             set_own_states(_dataset(), self._states[worker].get("own", {}))
         self._own = OwnGenerators(_dataset())
-        self._worker, self._latest = worker, _State.here(self._own)
+        self._worker, self._latest = worker, self._own.here()
 
-    def collate(self, samples: Any) -> tuple[Any, int, _State | None]:
+    def collate(self, samples: Any) -> tuple[Any, int, States | None]:
         """Replaces `collate_fn`: returns the batch, its worker, and the state after it if that has changed."""
-        batch, state = self._collate(samples), _State.here(self._own)
+        batch, state = self._collate(samples), self._own.here()
         if state == self._latest:
             return batch, self._worker, None
         self._latest = state
@@ -391,9 +351,9 @@ class _DrawingStream(DatasetProxy):
         super().__init__(dataset)
         self._own = OwnGenerators(dataset)
         self._collate, self._batch_size = collate, batch_size
-        self._first: Any = None
+        self._first: States | None = None
         """The states of the generators when the worker began."""
-        self._start: Any = None
+        self._start: States | None = None
         self._count, self._has_ended = 0, False
         self._digest = None if is_stateful(dataset) else 0
         """The checksum of the samples of the pass, for a stream without a state."""
@@ -402,22 +362,23 @@ class _DrawingStream(DatasetProxy):
     def __iter__(self) -> Iterator[Any]:
         loaded, self._loaded = self._loaded, None
         if self._first is None:
-            self._first = self._own.state_here()
+            self._first = self._own.here()
         self._has_ended = False
         if loaded is None:
-            self._start, self._count = self._own.state_here(), 0
+            self._start, self._count = self._own.here(), 0
             self._digest = None if self._digest is None else 0
             return self._counted(iter(self.dataset))
-        self._count, self._start = loaded["count"], loaded["start"] or self._first
+        self._count = loaded["count"]
+        self._start = States.of(loaded["start"]) if loaded["start"] else self._first
         if loaded["ended"] and not is_stateful(self.dataset):
             samples: Iterator[Any] = iter(())
             self._digest = loaded["digest"]
         elif is_stateful(self.dataset):
             samples = self._at_state(loaded["state"])
         else:
-            set_state_here(self.dataset, self._start)
+            set_state_here(self.dataset, self._start.plain())
             samples = self._read_again(loaded["digest"])
-        set_state_here(self.dataset, loaded["now"] or self._first)
+        set_state_here(self.dataset, loaded["now"] or self._first.plain())
         return self._counted(samples)
 
     def _at_state(self, state: Any) -> Iterator[Any]:
@@ -462,16 +423,16 @@ class _DrawingStream(DatasetProxy):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position of this worker, with the states of the generators if something was drawn."""
-        now = self._own.state_here()
-        has_drawn = not is_same_state(now, self._first)
+        now = self._own.here()
+        has_drawn = now != self._first
         return {
             _MARK: True,
             "state": self.dataset.state_dict() if is_stateful(self.dataset) else None,
             "count": self._count,
             "ended": self._has_ended,
             "digest": self._digest,
-            "start": self._start if has_drawn else None,
-            "now": now if has_drawn else None,
+            "start": self._start.plain() if has_drawn and self._start is not None else None,
+            "now": now.plain() if has_drawn else None,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

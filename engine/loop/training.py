@@ -393,27 +393,35 @@ def fetch(fetcher: _DataFetcher) -> Any:
     Raises:
         StopIteration: there is none.
     """
-    # Lightning: _DataFetcher.__next__, CombinedLoader.__next__ and _MaxSizeCycle.__next__. For a single loader of known
-    # length, the usual case, all three only count.
+    # Lightning: _PrefetchDataFetcher.__next__, _DataFetcher.__next__, CombinedLoader.__next__ and
+    # _MaxSizeCycle.__next__. For a single loader, the usual case, all four only count; if its length is not known, they
+    # look one batch ahead.
     combined: Any = fetcher._combined_loader
     cycle = combined._iterator
     if (
-        type(fetcher) is _PrefetchDataFetcher
-        and fetcher.length is not None
-        and not fetcher.done
-        and type(cycle) is _MaxSizeCycle
-        and combined._iterables is combined._flattened[0]  # a single loader, not a collection
+        type(fetcher) is not _PrefetchDataFetcher
+        or fetcher.done
+        or (fetcher.length is None and not fetcher.batches)
+        or type(cycle) is not _MaxSizeCycle
+        or combined._iterables is not combined._flattened[0]  # a collection of loaders
     ):
-        try:
-            batch = next(cycle.iterators[0])
-        except StopIteration:
-            fetcher.done = cycle._consumed[0] = True
+        return next(fetcher)[0]
+    earlier = [] if fetcher.length is not None else [fetcher.batches.pop(0)[0]]
+    try:
+        batch = next(cycle.iterators[0])
+    except StopIteration:
+        cycle._consumed[0] = True
+        fetcher.done = not fetcher.batches
+        if not earlier:
             raise
-        cycle._idx += 1
-        fetcher.fetched += 1
+        return earlier[0]
+    index, cycle._idx = cycle._idx, cycle._idx + 1
+    fetcher.fetched += 1
+    if fetcher.length is not None:
         fetcher.done = fetcher.fetched >= fetcher.length
         return batch
-    return next(fetcher)[0]
+    fetcher.batches.append((batch, index, 0))
+    return earlier[0]
 
 
 _CANCELLED: Any = object()

@@ -2,7 +2,10 @@
 
 import json
 import sys
+import threading
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +86,27 @@ def num_collectives() -> int:
         return 0
     groups = dist.distributed_c10d._world.pg_map  # torch: every group of the process
     return sum(group._get_sequence_number_for_group() for group in groups)
+
+
+@contextmanager
+def counted_calls() -> Iterator[tuple[Counter[str], Counter[str]]]:
+    """Counts the functions of Python that are called meanwhile: by this thread, and by those that begin meanwhile."""
+    counts: tuple[Counter[str], Counter[str]] = Counter(), Counter()
+
+    def counting(of_thread: Counter[str]) -> Callable[[Any, str, Any], None]:
+        def count(frame: Any, event: str, argument: Any) -> None:
+            if event == "call":
+                of_thread[f"{frame.f_code.co_name} ({frame.f_code.co_filename})"] += 1
+
+        return count
+
+    threading.setprofile(counting(counts[1]))
+    sys.setprofile(counting(counts[0]))
+    try:
+        yield counts
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
 
 
 class CallCount:

@@ -136,10 +136,10 @@ class RowsOfCountingStream(CountingStream):
     ("data", "most"),
     [
         (Rows(), 68),
-        # A read through Lightning's fetcher, which looks one batch ahead; the states of the global generators before
-        # and after it; and a checksum of the batch, or a copy of the state.
-        (RowsOfStream(NUM_ROWS), 132),
-        (RowsOfCountingStream(NUM_ROWS), 132),
+        # The states of the global generators before and after a read, and a look for own ones; and a checksum of the
+        # batch, or a copy of the state.
+        (RowsOfStream(NUM_ROWS), 79),
+        (RowsOfCountingStream(NUM_ROWS), 80),
     ],
     ids=["map with a state", "stream", "stream with a state"],
 )
