@@ -11,7 +11,7 @@ import re
 import stat
 import tempfile
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import cache
 from types import NoneType, UnionType
@@ -133,69 +133,96 @@ def problem(value: Any, expected: Any, where: str) -> str | None:
             more keys.
         where: name of the value, for the description.
     """
-    return _problem(value, expected, where, set())
+    return _problem(value, _type_of(expected), where, set())
 
 
-def _problem(value: Any, expected: Any, where: str, seen: set[tuple[int, Any]]) -> str | None:
-    if expected is Any:
-        return None
-    origin, parts = get_origin(expected), get_args(expected)
-    if origin in (Required, NotRequired):
-        return _problem(value, parts[0], where, seen)
-    if origin is Annotated:
-        wrong_value = _problem(value, parts[0], where, seen)
-        return wrong_value or next((f"{where} {wrong}" for rule in parts[1:] if (wrong := rule(value))), None)
-    if origin in (Union, UnionType):
-        part = next((part for part in parts if type(value) in _classes(part)), None)
-        return _problem(value, part, where, seen) if part is not None else _other(value, parts, where)
-    if origin is Literal:
-        is_one = any(type(value) is type(part) and value == part for part in parts)
-        return None if is_one else f"{where} is {_described(value)} in place of {' or '.join(map(repr, parts))}"
-    if type(value) not in _classes(expected):
-        return _other(value, (expected,), where)
-    if (id(value), expected) in seen:  # the content keeps its values alive, so ids stay unique
-        return None
-    seen.add((id(value), expected))
-    if is_typeddict(expected) and (missing := sorted(expected.__required_keys__ - value.keys())):
-        return f"{where} has no {missing[0]}"
-    if origin is tuple and parts[-1] is not ... and len(value) != len(parts):
-        return f"{where} has {len(value)} parts in place of {len(parts)}"
-    if type(value) in (list, tuple) and parts and _are_plain(value, parts[0]) and parts[-1] in (parts[0], ...):
-        return None
-    found_parts = (_problem(item, kind, name, seen) for name, item, kind in _parts(value, expected, parts, where))
-    return next(filter(None, found_parts), None)
+class _Type:
+    """A declared type, taken apart once: a look at `typing` for each value takes several calls."""
 
-
-def _are_plain(values: list[Any] | tuple[Any, ...], kind: Any) -> bool:
-    """Whether all values are numbers or texts of the type `kind`: one look at hundreds, as in a generator's state."""
-    plain, *rules = get_args(kind) if get_origin(kind) is Annotated else (kind,)
-    if plain not in (int, float, str) or not {plain}.issuperset(map(type, values)):
-        return False
-    if not rules or not values:
-        return not rules
-    is_range = all(isinstance(rule, Range) for rule in rules)
-    return is_range and not any(rule(end) for rule in rules for end in (min(values), max(values)))
-
-
-def _parts(value: Any, expected: Any, kinds: tuple[Any, ...], where: str) -> Iterator[tuple[str, Any, Any]]:
-    """Yields the name, the value and the expected type of each part of a container."""
-    if is_typeddict(expected):
-        yield from ((f"{where}.{key}", value[key], kind) for key, kind in _fields(expected).items() if key in value)
-    elif not kinds:
-        return
-    elif isinstance(value, dict):
-        if not _are_plain([*value], kinds[0]):
-            yield from ((f"a key of {where}", key, kinds[0]) for key in value)
-        if kinds[1] is not Any:
-            yield from ((f"an entry of {where}", item, kinds[1]) for item in value.values())
-    else:
-        is_record = type(value) is tuple and kinds[-1] is not ...
-        yield from ((f"{where}[{i}]", item, kinds[i if is_record else 0]) for i, item in enumerate(value))
+    def __init__(self, expected: Any) -> None:
+        origin, parts = get_origin(expected), get_args(expected)
+        self.rules: tuple[Any, ...] = ()
+        if origin is Annotated:
+            self.rules = parts[1:]
+            expected = parts[0]
+            origin, parts = get_origin(expected), get_args(expected)
+        self.expected, self.parts, self.classes = expected, parts, _classes(expected)
+        self.values = parts if origin is Literal else ()
+        self.options = [*map(_type_of, parts)] if origin in (Union, UnionType) else []
+        self.required: frozenset[str] = expected.__required_keys__ if is_typeddict(expected) else frozenset()
+        self.fields: list[tuple[str, _Type]] = []
+        if is_typeddict(expected):
+            self.fields = [(key, _type_of(kind)) for key, kind in get_type_hints(expected, include_extras=True).items()]
+        self.kinds = [_type_of(kind) for kind in parts if kind is not ...] if origin in (list, tuple, dict) else []
+        self.is_record = origin is tuple and parts[-1] is not ...
+        self.is_class = not (self.rules or self.values or self.options or self.fields or self.kinds)
+        """Whether a look at the class of a value is all; of `Any`, nothing is looked at."""
 
 
 @cache
-def _fields(expected: Any) -> dict[str, Any]:
-    return get_type_hints(expected, include_extras=True)
+def _type_of(expected: Any) -> _Type:
+    is_marked = get_origin(expected) in (Required, NotRequired)
+    return _type_of(get_args(expected)[0]) if is_marked else _Type(expected)
+
+
+def _problem(value: Any, kind: _Type, where: str, seen: set[tuple[int, int]]) -> str | None:
+    if kind.expected is Any:
+        return None
+    if kind.options:
+        option = next((option for option in kind.options if type(value) in option.classes), None)
+        wrong = _other(value, kind.parts, where) if option is None else _problem(value, option, where, seen)
+    elif kind.values:
+        is_one = any(type(value) is type(part) and value == part for part in kind.values)
+        wrong = None if is_one else f"{where} is {_described(value)} in place of {' or '.join(map(repr, kind.values))}"
+    elif type(value) not in kind.classes:
+        wrong = _other(value, (kind.expected,), where)
+    elif not (kind.fields or kind.kinds) or (id(value), id(kind)) in seen:
+        wrong = None
+    else:
+        seen.add((id(value), id(kind)))  # the content keeps its values alive, so ids stay unique
+        wrong = _wrong_part(value, kind, where, seen)
+    for rule in kind.rules if wrong is None else ():
+        if wrong_value := rule(value):
+            return f"{where} {wrong_value}"
+    return wrong
+
+
+def _wrong_part(value: Any, kind: _Type, where: str, seen: set[tuple[int, int]]) -> str | None:
+    """Returns what is wrong with the parts of a container; one loop, without a call for those of a plain class."""
+    if missing := kind.required.difference(value) if kind.required else None:
+        return f"{where} has no {min(missing)}"
+    if kind.is_record and len(value) != len(kind.parts):
+        return f"{where} has {len(value)} parts in place of {len(kind.parts)}"
+    parts: Any
+    if kind.fields:
+        parts = [(f"{where}.{key}", value[key], part) for key, part in kind.fields if key in value]
+    elif isinstance(value, dict):
+        parts = [] if _are_all(value, kind.kinds[0]) else [(f"a key of {where}", key, kind.kinds[0]) for key in value]
+        if not _are_all(value.values(), kind.kinds[1]):
+            parts += [(f"an entry of {where}", item, kind.kinds[1]) for item in value.values()]
+    elif not kind.is_record and _are_all(value, kind.kinds[0]):
+        return None
+    else:
+        of_parts = kind.kinds if kind.is_record else kind.kinds * len(value)
+        parts = [(f"{where}[{i}]", item, part) for i, (item, part) in enumerate(zip(value, of_parts, strict=True))]
+    for name, item, part in parts:
+        if part.is_class and (type(item) in part.classes or part.expected is Any):
+            continue
+        if wrong := _problem(item, part, name, seen):
+            return wrong
+    return None
+
+
+def _are_all(values: Collection[Any], kind: _Type) -> bool:
+    """Whether all values are of a type that needs no look at each, as the numbers of a generator's state."""
+    if kind.expected is Any:
+        return True
+    if kind.values or kind.options or kind.fields or kind.kinds or not {*kind.classes}.issuperset(map(type, values)):
+        return False
+    if not kind.rules or not values:
+        return True
+    are_ranges = all(isinstance(rule, Range) for rule in kind.rules)
+    return are_ranges and not any(rule(end) for rule in kind.rules for end in (min(values), max(values)))
 
 
 @cache

@@ -179,7 +179,11 @@ def resolve(path: str | os.PathLike[str]) -> tuple[AbstractFileSystem, str]:
         text = text.removeprefix("file://")
     elif _PROTOCOL.match(text) and "://" in text:
         return url_to_fs(text)
-    return LocalFileSystem(), os.path.abspath(os.path.expanduser(text))
+    return _LOCAL, os.path.abspath(os.path.expanduser(text))
+
+
+_LOCAL = LocalFileSystem()
+"""Has no state; to look up fsspec's own instance takes ten calls, and a path is resolved twenty times in a save."""
 
 
 def absolute(path: str | os.PathLike[str]) -> str:

@@ -9,6 +9,7 @@ import itertools
 import json
 import math
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from operator import add, gt
 from typing import Any, NamedTuple
@@ -100,18 +101,14 @@ def _to_index(metadata: Metadata, places: dict[MetadataIndex, tuple[str, int, in
 
 def _index_bytes(index: Index) -> bytes:
     """Returns the content of `tensors.json`."""
-    names = sorted({chunk.file for tensor in index.values() for chunk in tensor.chunks})
+    names = sorted({file for _, _, chunks in index.values() for _, _, file, _, _ in chunks})
     files = {name: number for number, name in enumerate(names)}
-    tensors = {
-        key: {
-            "dtype": str(tensor.dtype).removeprefix("torch."),
-            "size": tensor.size,
-            "chunks": [
-                (chunk.offsets, chunk.sizes, files[chunk.file], chunk.start, chunk.num_bytes) for chunk in tensor.chunks
-            ],
-        }
-        for key, tensor in index.items()
-    }
+    tensors = {}
+    for key, (dtype, size, chunks) in index.items():
+        listed = []
+        for offsets, sizes, file, start, num_bytes in chunks:
+            listed.append((offsets, sizes, files[file], start, num_bytes))
+        tensors[key] = {"dtype": str(dtype).removeprefix("torch."), "size": size, "chunks": listed}
     return json.dumps({"files": names, "tensors": tensors}, separators=(",", ":")).encode()
 
 
@@ -123,33 +120,40 @@ def _parse_index(content: bytes) -> Index:
     """
     try:
         fields = json.loads(content)
-        files = fields["files"]
-        return {key: _tensor(about, files) for key, about in fields["tensors"].items()}
+        files, tensors = fields["files"], fields["tensors"]
+        chunks = [chunk for about in tensors.values() for chunk in about["chunks"]]
+        numbers = [about["size"] for about in tensors.values()]
+        for offsets, sizes, number, start, num_bytes in chunks:
+            numbers += offsets, sizes, [number, start, num_bytes]
+        _check_whole_numbers(numbers)
+        return {
+            key: StoredTensor(
+                _DTYPES[about["dtype"]],
+                tuple(about["size"]),
+                [
+                    Chunk(tuple(offsets), tuple(sizes), files[number], start, num_bytes)
+                    for offsets, sizes, number, start, num_bytes in about["chunks"]
+                ],
+            )
+            for key, about in tensors.items()
+        }
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as damage:
         reason = damage if str(damage) and not isinstance(damage, RecursionError) else type(damage).__name__
         raise CheckpointError(f"tensors.json makes no sense ({reason})") from None
 
 
-def _tensor(about: dict[str, Any], files: list[str]) -> StoredTensor:
-    chunks = [
-        Chunk(_whole_numbers(offsets), _whole_numbers(sizes), files[number], *_whole_numbers([start, num_bytes]))
-        for offsets, sizes, number, start, num_bytes in about["chunks"]
-    ]
-    return StoredTensor(_DTYPES[about["dtype"]], _whole_numbers(about["size"]), chunks)
-
-
-def _whole_numbers(values: Any) -> tuple[int, ...]:
-    """Converts a list of whole numbers, such as a shape, to a tuple.
+def _check_whole_numbers(values: list[Any]) -> None:
+    """Checks lists of whole numbers, such as shapes: all together, since there are many.
 
     Raises:
-        ValueError: `values` is not such a list.
+        ValueError: one is not such a list.
     """
-    # The message omits the values: an index of 256 MB may have nested ones whose text fills the memory.
-    if type(values) not in (list, tuple) or len(values) > _MOST_DIMS:
-        raise ValueError(f"{type(values).__name__} in place of a shape")
-    if not {int}.issuperset(map(type, values)) or (values and not 0 <= min(values) <= max(values) <= MOST):
+    # The messages omit the values: an index of 256 MB may have nested ones whose text fills the memory.
+    if not {list}.issuperset(map(type, values)) or max(map(len, values), default=0) > _MOST_DIMS:
+        raise ValueError("a value in place of a shape")
+    numbers = [*itertools.chain.from_iterable(values)]
+    if not {int}.issuperset(map(type, numbers)) or (numbers and not 0 <= min(numbers) <= max(numbers) <= MOST):
         raise ValueError("a shape has an item that is not a whole number")
-    return tuple(values)
 
 
 def check_index(index: Index, files: dict[str, tuple[int, int]]) -> None:
@@ -168,6 +172,7 @@ def check_index(index: Index, files: dict[str, tuple[int, int]]) -> None:
 
 
 def _problem(tensor: StoredTensor, files: dict[str, tuple[int, int]]) -> str | None:
+    covered, whole = 0, math.prod(tensor.size)
     for chunk in tensor.chunks:
         if not len(chunk.offsets) == len(chunk.sizes) == len(tensor.size):
             return "has a chunk with a different number of dimensions"
@@ -175,12 +180,13 @@ def _problem(tensor: StoredTensor, files: dict[str, tuple[int, int]]) -> str | N
             return "has a chunk that lies outside of it"
         if chunk.file not in files:
             return f"is listed in {chunk.file!r}, which the manifest does not list"
-        needed = math.prod(chunk.sizes) * tensor.dtype.itemsize
+        num_elements = math.prod(chunk.sizes)
+        covered += num_elements
+        needed = num_elements * tensor.dtype.itemsize
         if chunk.num_bytes != needed:
             return f"has a chunk of {chunk.num_bytes} bytes instead of {needed}"
         if chunk.start + chunk.num_bytes > files[chunk.file][0]:
             return f"has a chunk behind the end of {chunk.file}"
-    covered, whole = sum(math.prod(chunk.sizes) for chunk in tensor.chunks), math.prod(tensor.size)
     if covered != whole:
         return f"has chunks of {covered} elements in all, and should have {whole}"
     return _do_not_fit(tensor) if len(tensor.chunks) > 1 else None
@@ -228,6 +234,8 @@ _INDEX_MOST_BYTES = 1 << 28
 """Some four million chunks."""
 _NUM_FILES = 2
 """The number of files of each rank: one is written while the other's checksum is computed or the disk is busy."""
+_GROUP_BYTES = 1 << 20
+"""The most bytes of small tensors that are written together."""
 
 _SAFETENSORS = {
     **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.bool: "BOOL"},
@@ -242,17 +250,13 @@ _Place = tuple[str, int, int]
 """File, first byte and number of bytes of a chunk."""
 
 
-class _LocalChunk(NamedTuple):
-    """A chunk of a tensor that this rank writes."""
+class _LocalChunks(NamedTuple):
+    """The chunks of tensors that this rank writes, as lists: an object for each would cost a call."""
 
-    key: str
-    offset: tuple[int, ...]
-    tensor: Tensor
-    is_whole: bool
-
-    @property
-    def num_bytes(self) -> int:
-        return self.tensor.numel() * self.tensor.element_size()
+    keys: list[str]
+    offsets: list[tuple[int, ...]]
+    tensors: list[Tensor]
+    are_whole: list[bool]
 
 
 class Writer(StorageWriter):
@@ -281,14 +285,16 @@ class Writer(StorageWriter):
         Raises:
             OSError: a file could not be written.
         """
-        chunks = []
+        chunks = _LocalChunks([], [], [], [])
         for item in plan.items:
             assert item.type != WriteItemType.BYTE_IO, "only tensors are saved"
             assert item.tensor_data is not None
-            is_whole = item.tensor_data.chunk.sizes == item.tensor_data.size
             tensor = planner.resolve_data(item)
             assert isinstance(tensor, Tensor)
-            chunks.append(_LocalChunk(item.index.fqn, item.index.offset or torch.Size(), tensor, is_whole))
+            chunks.keys.append(item.index.fqn)
+            chunks.offsets.append(item.index.offset or torch.Size())
+            chunks.tensors.append(tensor)
+            chunks.are_whole.append(item.tensor_data.chunk.sizes == item.tensor_data.size)
         places = _write_chunks(self._files, plan.storage_data, chunks)
         written: Future[list[WriteResult]] = Future()
         written.set_result(
@@ -405,18 +411,14 @@ def write_whole(files: Files, tensors: dict[str, Tensor]) -> None:
         CheckpointError: the index would be larger than any reader opens.
         OSError: a file could not be written.
     """
-    chunks = []
-    for key, tensor in tensors.items():
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        assert local.shape == tensor.shape, "whole"
-        chunks.append(_LocalChunk(key, (0,) * local.dim(), local, True))
-    places = _write_chunks(files, 0, chunks)
-    index = {
-        chunk.key: StoredTensor(
-            chunk.tensor.dtype, size := tuple(chunk.tensor.shape), [Chunk(chunk.offset, size, *place)]
-        )
-        for chunk, place in zip(chunks, places, strict=True)
-    }
+    parts = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors.values()]
+    sizes = [tuple(part.shape) for part in parts]
+    assert sizes == [tensor.shape for tensor in tensors.values()], "whole"
+    offsets = [(0,) * len(size) for size in sizes]
+    places = _write_chunks(files, 0, _LocalChunks([*tensors], offsets, parts, [True] * len(parts)))
+    index: Any = {}
+    for key, part, offset, size, place in zip(tensors, parts, offsets, sizes, places, strict=True):
+        index[key] = part.dtype, size, [(offset, size, *place)]  # a StoredTensor, without a call for each
     _write_index(files, index)
 
 
@@ -428,61 +430,72 @@ def _write_index(files: Files, index: Index) -> None:
         stream.write(content)
 
 
-def _write_chunks(files: Files, rank: int, chunks: list[_LocalChunk]) -> list[_Place]:
+def _write_chunks(files: Files, rank: int, chunks: _LocalChunks) -> list[_Place]:
     """Writes chunks into the files of a rank; returns the place of each."""
     places: dict[int, _Place] = {}
+    sizes = [tensor.nbytes for tensor in chunks.tensors]
 
     def write(name: str, numbers: list[int]) -> None:
-        header = _header([chunks[number] for number in numbers])
+        header = _header(chunks, sizes, numbers)
         position = len(header)
         with files.writing(name) as stream:
             stream.write(header)
-            for number in numbers:
-                num_bytes = chunks[number].num_bytes
-                if num_bytes:
-                    stream.write(_bytes_of(_plain(chunks[number].tensor)))
-                places[number] = name, position, num_bytes
-                position += num_bytes
+            for group in _in_groups(sizes, numbers):
+                stream.write(_bytes_of([chunks.tensors[number] for number in group]))
+        for number in numbers:
+            places[number] = name, position, sizes[number]
+            position += sizes[number]
 
-    contents = _by_file(chunks)
+    contents = _by_file(chunks.tensors, sizes)
     with ThreadPoolExecutor(_NUM_FILES) as threads:
         list(threads.map(write, [f"shard-{rank}-{i}.safetensors" for i in range(len(contents))], contents))
-    return [places[number] for number in range(len(chunks))]
+    return [places[number] for number in range(len(sizes))]
 
 
-def _plain(tensor: Tensor) -> Tensor:
-    """Returns a contiguous tensor on the host; applies conjugations and negations that torch has deferred."""
-    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+def _in_groups(sizes: list[int], numbers: list[int]) -> Iterator[list[int]]:
+    """Yields the numbers of small tensors that are written together, since there may be thousands; or a large one's."""
+    group: list[int] = []
+    num_bytes = 0
+    for number in numbers:
+        if group and num_bytes + sizes[number] > _GROUP_BYTES:
+            yield group
+            group, num_bytes = [], 0
+        group.append(number)
+        num_bytes += sizes[number]
+    if group:
+        yield group
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
+def _bytes_of(tensors: list[Tensor]) -> memoryview:
+    """Returns the content of tensors, one after the other; applies conjugations and negations that were deferred."""
+    # In each line there is no call in Python: the training needs the interpreter meanwhile.
+    plain = [tensor.detach().cpu().resolve_conj().resolve_neg().contiguous() for tensor in tensors]
+    flat = [tensor.reshape(-1).view(torch.uint8) for tensor in plain]
+    return (flat[0] if len(flat) == 1 else torch.cat(flat)).numpy().data
 
 
-def _by_file(chunks: list[_LocalChunk]) -> list[list[int]]:
+def _by_file(tensors: list[Tensor], num_bytes: list[int]) -> list[list[int]]:
     """Deals the numbers of chunks to files of about one size; the widest dtypes come first, so that all are aligned."""
     contents: list[list[int]] = [[] for _ in range(_NUM_FILES)]
-    sizes, num_bytes = [0] * _NUM_FILES, [chunk.num_bytes for chunk in chunks]
-    for number in sorted(range(len(chunks)), key=lambda number: -num_bytes[number]):
+    sizes, widths = [0] * _NUM_FILES, [tensor.itemsize for tensor in tensors]
+    for number in sorted(range(len(tensors)), key=num_bytes.__getitem__, reverse=True):
         smallest = sizes.index(min(sizes))
         contents[smallest].append(number)
         sizes[smallest] += num_bytes[number]
-    return [
-        sorted(content, key=lambda number: -chunks[number].tensor.element_size()) for content in contents if content
-    ]
+    return [sorted(content, key=widths.__getitem__, reverse=True) for content in contents if content]
 
 
-def _header(chunks: list[_LocalChunk]) -> bytes:
+def _header(chunks: _LocalChunks, sizes: list[int], numbers: list[int]) -> bytes:
     """Returns a file's safetensors header: its size in 8 bytes, and JSON, padded to a multiple of 8."""
     entries: dict[str, Any] = {}
     position = 0
-    for chunk in chunks:
-        key = chunk.key
-        if not chunk.is_whole or key in entries:
-            key += "@" + ",".join(map(str, chunk.offset))
-        name = _SAFETENSORS.get(chunk.tensor.dtype)
-        end = position + chunk.num_bytes
-        shape = list(chunk.tensor.shape) if name else [chunk.num_bytes]
+    for number in numbers:
+        key, tensor = chunks.keys[number], chunks.tensors[number]
+        if not chunks.are_whole[number] or key in entries:
+            key += "@" + ",".join(map(str, chunks.offsets[number]))
+        name = _SAFETENSORS.get(tensor.dtype)
+        end = position + sizes[number]
+        shape = [*tensor.shape] if name else [sizes[number]]
         entries[key] = {"dtype": name or "U8", "shape": shape, "data_offsets": [position, end]}
         position = end
     text = json.dumps(entries, separators=(",", ":")).encode()
@@ -511,7 +524,7 @@ def _rows(stream: Any, chunk: Chunk, dtype: torch.dtype, item: ReadItem, target:
     is_in_place = takes_all and target.device.type == "cpu" and target.is_contiguous()
     rows = target if is_in_place else torch.empty(sizes, dtype=dtype)
     stream.seek(start)
-    _fill(stream, _bytes_of(rows), chunk.file)
+    _fill(stream, _bytes_of([rows]), chunk.file)
     return rows, offsets
 
 

@@ -176,9 +176,11 @@ def manifest_bytes(manifest: Manifest, most_bytes: int = _MOST_BYTES) -> bytes:
     Raises:
         CheckpointError: it has a name or a number that could not be opened again, or more than `most_bytes`.
     """
-    fields = dataclasses.asdict(manifest)
+    fields: dict[str, Any] = {**vars(manifest)}
     fields["crc32"] = _crc_of(fields)
-    content = json.dumps(fields, indent=1).encode()
+    # An indentation of each part would be written by json's encoder in Python.
+    lines = ",\n ".join([f"{json.dumps(name)}: {json.dumps(value)}" for name, value in fields.items()])
+    content = f"{{\n {lines}\n}}".encode()
     try:
         if len(content) > most_bytes:
             raise CheckpointError(f"{MANIFEST} would have {len(content)} bytes, more than {most_bytes}")

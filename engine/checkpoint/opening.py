@@ -73,7 +73,7 @@ def _states(
     files: Files, manifest: Manifest, index: Index, weights_only: bool | None
 ) -> tuple[dict[str, Any], list[Any]]:
     """Reads the unsharded state and each rank's own state; checks them, and that they agree with the other files."""
-    rest, ranks = load_file(files, REST, weights_only), load_file(files, RANKS, weights_only)
+    ranks, rest = load_file(files, RANKS, weights_only), load_file(files, REST, weights_only)
     if type(rest) is not dict or type(ranks) is not list or any(type(state) is not dict for state in ranks):
         raise CheckpointError(f"{REST} or {RANKS} has content of the wrong type")
     if len(ranks) != manifest.world_size:
@@ -141,7 +141,8 @@ def check_content(path: str, manifest: Manifest, *, is_to_open: bool = True) -> 
             index = read_index(files, manifest)
             _states(files, manifest, index, True)
     except NotPlainError as refused:
-        return [str(refused)] if is_to_open else []
+        # The run's own objects may be in the rest, of which a save has warned.
+        return [str(refused)] if is_to_open or refused.file != REST else []
     except CheckpointError as error:
         return [str(error).removeprefix(f"The checkpoint {path} is damaged: ").rstrip(".")]
     return []
@@ -158,5 +159,8 @@ def load_file(files: Files, name: str, weights_only: bool | None) -> Any:
             if stream.read(len(HEAD)) != HEAD:
                 raise CheckpointError(f"{name} is no file of torch.save")
             return load_archive(stream, files.url, weights_only is not False)
+    except NotPlainError as refused:
+        refused.file = name
+        raise
     except NotAPlainFileError as error:
         raise CheckpointError(str(error)) from None

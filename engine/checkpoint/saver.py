@@ -39,7 +39,7 @@ from .publish import begin, discard, publish, remove, update_link
 from .single_file import wrong_in
 from .state_tree import is_plain, mapped, merged, split, structure_of, to_lightning
 from .strided_shards import SavePlanner
-from .whole import not_plain, whole_checkpoint
+from .whole import PICKLE, not_plain, whole_checkpoint
 
 __all__ = ["AsyncCheckpointer", "Staging", "load_checkpoint"]
 
@@ -54,10 +54,10 @@ class _Job(NamedTuple):
     """Returns this rank's tensors, in host memory."""
     rest: bytes
     """Everything but tensors, serialised; empty on all ranks but rank 0."""
-    structure: int
-    """`structure_of` the rest; 0 on all ranks but rank 0."""
     of_rank: bytes
-    """The state that only this rank has, serialised."""
+    """A list of the state that only this rank has, serialised."""
+    structures: tuple[int, int]
+    """`structure_of` the rest and of that list; of no use on other ranks than rank 0."""
     about: dict[str, Any]
     """Fields of the manifest."""
     link: str | None
@@ -137,8 +137,8 @@ class AsyncCheckpointer:
         # Nothing changes tensors in host memory while this thread itself saves them: they need no copies.
         needs_copies = in_background or any(tensor.device.type != "cpu" for tensor in own_tensors.values())
         staged = self._staging.begin(own_tensors) if needs_copies else lambda: own_tensors
-        structure = 0 if group.rank else structure_of(rest)
-        job = _Job(path, staged, content, structure, _packed(of_rank), about, link)
+        structures = structure_of(rest), structure_of([of_rank])
+        job = _Job(path, staged, content, _packed([of_rank]), structures, about, link)
         if not in_background:
             self._write(job, group)
             self.has_failed = False
@@ -347,19 +347,18 @@ class AsyncCheckpointer:
         """
         with files.writing(REST) as stream:
             stream.write(job.rest)
-        # Lost ranks get rank 0's state: the positions in the data are the same on all ranks.
-        of_ranks += of_ranks[:1] * (job.about["world_size"] - len(of_ranks))
+        ranks, structure = job.of_rank, job.structures[1]
+        if job.about["world_size"] > 1:
+            ranks, structure = _of_all(of_ranks, job.about["world_size"])
         with files.writing(RANKS) as stream:
-            # On the CPU, since rank 0 may lack the devices of the other ranks.
-            states = [torch.load(io.BytesIO(state), map_location="cpu", weights_only=True) for _, state in of_ranks]
-            torch.save(states, stream)
+            stream.write(ranks)
         for written, _ in of_ranks:
             files.written.update(written)
         manifest = Manifest(
             name=job.path.rstrip("/").rsplit("/", 1)[-1],
             time=time.time(),
             files=dict(files.written),
-            structures={REST: job.structure, RANKS: structure_of(states)},
+            structures={REST: job.structures[0], RANKS: structure},
             **job.about,
         )
         notes = [publish(files.url, job.path, manifest)]
@@ -388,8 +387,18 @@ def load_checkpoint(path: Any, *, weights_only: bool | None = None) -> dict[str,
 def _packed(value: Any) -> bytes:
     """Serialises a value at once, since training may change it while the save is written."""
     stream = io.BytesIO()
-    torch.save(value, stream)
+    torch.save(value, stream, pickle_module=PICKLE)
     return stream.getvalue()
+
+
+def _of_all(of_ranks: list[tuple[Any, bytes]], world_size: int) -> tuple[bytes, int]:
+    """Joins the serialised lists of the ranks' states to one; returns it, and its `structure_of`."""
+    # On the CPU, since rank 0 may lack the devices of the other ranks.
+    lists = [torch.load(io.BytesIO(packed), map_location="cpu", weights_only=True) for _, packed in of_ranks]
+    states = list(chain.from_iterable(lists))
+    # Lost ranks get rank 0's state: the positions in the data are the same on all ranks.
+    states += states[:1] * (world_size - len(states))
+    return _packed(states), structure_of(states)
 
 
 # --- calls on rank 0
@@ -554,9 +563,9 @@ class _HostCopies:
         former, self._copies = self._copies, {}
         by_place: dict[Any, Tensor] = {}
         taken: set[int] = set()
-        for key, tensor in tensors.items():
+        for (key, tensor), local in zip(tensors.items(), _locals(tensors), strict=True):
             form = _form(tensor)
-            place = _local(tensor).data_ptr(), form
+            place = local.data_ptr(), form
             copied = by_place.get(place)
             if copied is None:
                 copied = former.get(key)
@@ -669,13 +678,14 @@ def _is_usual(tensor: Tensor) -> bool:
 
 
 def _form(tensor: Tensor) -> tuple[Any, ...]:
-    local = _local(tensor)
-    mesh = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
-    return tensor.shape, tensor.dtype, local.shape, local.stride(), mesh
+    if not isinstance(tensor, DTensor):
+        return tensor.shape, tensor.dtype, tensor.stride()
+    local = tensor.to_local()
+    return tensor.shape, tensor.dtype, local.shape, local.stride(), tensor.device_mesh, tensor.placements
 
 
 def _locals(tensors: _Tensors) -> list[Tensor]:
-    return list(map(_local, tensors.values()))
+    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors.values()]
 
 
 def _local(tensor: Tensor) -> Tensor:

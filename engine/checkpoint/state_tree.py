@@ -41,6 +41,7 @@ _ALWAYS = ("state_dict", "optimizer_states", "current_model_state")
 _AVERAGE = "average_model_state"
 """Lightning: the key of an average in the state of `StochasticWeightAveraging`."""
 _VALUES = frozenset({bool, int, float, str, bytes, type(None)})
+"""Plain values. The state of a random generator is a list of hundreds, which is taken as a whole."""
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 
 
@@ -71,10 +72,13 @@ def _split(value: Any, path: str, takes_all: bool, tensors: dict[str, Tensor]) -
             return {_MARK: path}
         return value
     if type(value) in (dict, OrderedDict):
-        items = {k: _split(item, f"{path}.{k}", takes_all or k == _AVERAGE, tensors) for k, item in value.items()}
+        items = {}
+        for key, item in value.items():
+            is_value = type(item) in _VALUES
+            items[key] = item if is_value else _split(item, f"{path}.{key}", takes_all or key == _AVERAGE, tensors)
         return _as(value, items)
     if type(value) in (list, tuple):
-        if _are_values(value):
+        if _VALUES.issuperset(map(type, value)):
             return type(value)(value)
         return type(value)(_split(v, f"{path}.{i}", takes_all, tensors) for i, v in enumerate(value))
     return value
@@ -107,7 +111,7 @@ def marks(rest: Any) -> Iterator[tuple[str, Any]]:
     while waiting:
         path, part = waiting.pop()
         if isinstance(part, dict):
-            if is_mark(part):
+            if len(part) == 1 and _MARK in part:  # as in `is_mark`, without a call for each tensor
                 yield path, part[_MARK]
                 continue
             inner: Iterable[tuple[Any, Any]] = part.items()
@@ -142,16 +146,16 @@ def structure_of(value: Any) -> int:
 def _structure(value: Any) -> Any:
     kind = type(value)
     if kind in (dict, OrderedDict):
-        # The text of any other key may name its place in memory. Marks are looked at here, since there are thousands.
-        return [kind.__name__] + [
-            (
-                key if type(key) in _VALUES else type(key).__name__,
-                _MARK if type(item) is dict and _MARK in item else _structure(item),
-            )
-            for key, item in value.items()
-        ]
+        parts: list[Any] = [kind.__name__]
+        for key, item in value.items():  # one loop, without a call for marks and plain values, since there are many
+            name = key if type(key) in _VALUES else type(key).__name__  # the text of others may name a place in memory
+            if type(item) in _VALUES:
+                parts.append((name, type(item).__name__))
+            else:
+                parts.append((name, _MARK if type(item) is dict and _MARK in item else _structure(item)))
+        return parts
     if kind in (list, tuple):
-        if _are_values(value):
+        if _VALUES.issuperset(map(type, value)):
             return [kind.__name__, [item.__name__ for item in map(type, value)]]
         return [kind.__name__, [_structure(item) for item in value]]
     return "Tensor" if isinstance(value, Tensor) else kind.__name__
@@ -164,15 +168,10 @@ def mapped(function: Callable[[Any], Any], value: Any, kind: type = Tensor) -> A
     if type(value) in (dict, OrderedDict):
         return _as(value, {key: mapped(function, item, kind) for key, item in value.items()})
     if type(value) in (list, tuple):
-        if _are_values(value):
+        if _VALUES.issuperset(map(type, value)):
             return type(value)(value)
         return type(value)(mapped(function, item, kind) for item in value)
     return value
-
-
-def _are_values(items: Sequence[Any]) -> bool:
-    """Whether there are only plain values in a list: the state of a random generator has hundreds."""
-    return _VALUES.issuperset(map(type, items))
 
 
 def excess(value: Any, most_values: int, most_bytes: int) -> str | None:
@@ -205,8 +204,11 @@ def excess(value: Any, most_values: int, most_bytes: int) -> str | None:
         elif key in around:
             return "has a value that contains itself"
         elif key not in numbers and isinstance(part, _CONTAINERS):
-            around.add(key)
             inner = [*part, *part.values()] if isinstance(part, dict) else part
+            if _VALUES.issuperset(map(type, inner)):  # such as the thousands of marks of tensors
+                numbers[key] = min(1 + len(inner), most_values + 1)
+                continue
+            around.add(key)
             waiting.append((part, inner))
             waiting += [(item, None) for item in inner if isinstance(item, (*_CONTAINERS, Tensor))]
     if numbers.get(id(value), 1) > most_values:

@@ -11,6 +11,7 @@ import torch
 from polyphase.engine.checkpoint import NAMES, AsyncCheckpointer, CheckpointError, find, load_checkpoint
 from polyphase.engine.checkpoint.manifest import MANIFEST
 
+from ..loop.costs import counted_calls
 from .sample_checkpoints import about, content, is_whole, rank_state, same, save
 
 
@@ -83,6 +84,26 @@ def test_a_save_of_many_small_tensors_takes_fewer_calls_than_a_plain_one(tmp_pat
         calls.append(sum(entry.callcount for entry in profile.getstats()))
     saver.finish()
     assert max(calls[1:]) < calls[0], calls
+
+
+def test_each_small_tensor_takes_few_calls_of_the_writer(tmp_path):
+    """While it calls functions of Python, the steps wait: those of its own thread, and of the two that write files."""
+    totals = []
+    for number in (100, 200):
+        names = [f"w{index}" for index in range(number)]
+        weights = {name: torch.zeros(2) for name in names}
+        moments = {name: {"step": torch.zeros(()), "exp_avg": torch.zeros(2)} for name in names}
+        optimizer = {"state": moments, "param_groups": [{"params": names}]}
+        saver = AsyncCheckpointer()
+        start(saver, tmp_path / f"{number}", state_dict=weights, optimizer_states=[optimizer])
+        saver.finish()
+        with counted_calls() as calls:
+            start(saver, tmp_path / f"{number} again", state_dict=weights, optimizer_states=[optimizer])
+            saver.finish()
+        totals.append([of_thread.total() for of_thread in calls])
+    of_trainer, of_writer = ((more - few) / 300 for few, more in zip(*totals, strict=True))
+    assert of_trainer <= 12, "a copy, a place in the rest, and its pickle"
+    assert of_writer <= 9, "its place in the index, which is read again and checked"
 
 
 def test_the_state_of_random_generators_takes_few_calls(tmp_path):
