@@ -21,7 +21,7 @@ __all__ = [
     "EpochLine",
     "Progress",
     "StockBars",
-    "clock",
+    "duration",
     "metric_texts",
     "new_values",
     "num_train_batches",
@@ -122,8 +122,8 @@ class BarRenderer:
         texts = [
             (progress.description, theme.description),
             (f"{progress.completed}/{total}", theme.batch_progress),
-            (clock(progress.elapsed_s), theme.time),
-            ("" if remaining_s is None else f"eta {clock(remaining_s)}", theme.time),
+            (_clock(progress.elapsed_s), theme.time),
+            ("" if remaining_s is None else f"eta {_clock(remaining_s)}", theme.time),
             ("" if speed is None else f"{speed:.{1 if speed >= 1 else 3}f} it/s", theme.processing_speed),
         ]
         shown = [(text, style) for text, style in texts if text]
@@ -186,7 +186,7 @@ def is_same_value(value: Any, earlier: Any) -> bool:
 
 
 class EpochLine:
-    """The line that is kept of an epoch: its time, the values that it has logged, and whether one is the best so far.
+    """The line that is kept of an epoch: its time and the values that it has logged, with a star at the best so far.
 
     The best is that of the first callback that monitors a value (`ModelCheckpoint`, `EarlyStopping`); without one, the
     smallest value of the validation whose name ends with "loss".
@@ -237,7 +237,7 @@ class EpochLine:
         watched, is_best = self._judge(values)
         texts = {name: text for name in values for text in metric_texts({name: values[name]}, theme.metrics_format)}
         if is_best and watched is not None:
-            texts[watched] += " (best)"
+            texts[watched] += "*"
         in_bar = trainer.progress_bar_metrics
         names = sorted(texts, key=lambda name: (name != watched, name not in in_bar))  # the least important at the end
         for num_shown in range(len(names), -1, -1):
@@ -291,8 +291,16 @@ def _width_of(shown: list[tuple[str, Any]]) -> int:
     return sum(cell_len(text) + len(_GAP) for text, _ in shown)
 
 
-def clock(seconds: float) -> str:
-    """``0:01:23``."""
+def duration(seconds: float) -> str:
+    """``1.2 s``, ``1 min 2 s``, ``1 h 2 min``."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+
+
+def _clock(seconds: float) -> str:
     return str(timedelta(seconds=int(seconds)))
 
 

@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import ProgressBar as LightningProgressBar
 from lightning.pytorch.callbacks.progress.rich_progress import RichProgressBarTheme
 from rich.console import Console
 
-from ._bar import BarRenderer, EpochLine, Progress, StockBars, clock, metric_texts, num_train_batches
+from ._bar import BarRenderer, EpochLine, Progress, StockBars, duration, metric_texts, num_train_batches
 from ._screen import CellOutput, Screen, screen_of
 
 __all__ = ["ProgressBar"]
@@ -21,7 +21,7 @@ class ProgressBar(StockBars, LightningProgressBar):
     """Shows a bar for the batches of this epoch, validation, test or prediction, and rows with the logged metrics.
 
     ``Epoch 2/15  ━━━━━━━━━━━━━━━━━━━━  12/17  0:00:03  eta 0:00:01  4.1 it/s``; on rank 0 only. Output of other ranks
-    appears above it, and so does a line for each epoch that is over, with the values that it logged and a mark at the
+    appears above it, and so does a line for each epoch that is over, with the values that it logged and a star at the
     best one so far: of the value that a callback monitors, or else of the validation's loss. Metrics are read from the
     device when the trainer logs (`log_every_n_steps`), at the end of an epoch and after validation. If nothing can be
     drawn (in a file, or on a terminal without escape codes), only the lines of epochs and the final row of other bars
@@ -163,7 +163,7 @@ class ProgressBar(StockBars, LightningProgressBar):
         if self.leave:
             self._finish()
         elif self._is_epoch_over and self._training and self._screen and self._renderer:
-            head = f"{self._training.description.lower()}  {clock(self._training.elapsed_s)}"
+            head = f"{self._training.description.lower()}  {duration(self._training.elapsed_s)}"
             width = self._renderer.width if self._screen.is_live else None
             self._screen.add(self._line.text(trainer, head, self.theme, width))
             self._shown = None

@@ -18,6 +18,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from polyphase.engine import devices
 from polyphase.engine.run_info import header, log_folder, shown_path
 
+from ._bar import duration
 from ._counts import count_samples
 from .memory import MemoryMonitor
 from .throughput import ThroughputMonitor
@@ -168,7 +169,7 @@ def _stopped_by(trainer: Any) -> str | None:
         return None
     reason = getattr(stopper, "stopping_reason_message", None)  # of Lightning's EarlyStopping
     if isinstance(stopper, Timer):
-        reason = f"max_time was over after {_duration(stopper.time_elapsed())}"
+        reason = f"max_time was over after {duration(stopper.time_elapsed())}"
     name = type(stopper).__name__
     return (
         f"{name}: {reason.removesuffix(' Signaling Trainer to stop.')}" if reason else f"{name} (trainer.should_stop)"
@@ -273,7 +274,7 @@ def _figures(trainer: Any, end: _RunEnd) -> str:
     share = "" if end.data_wait_share is None else f", {min(1.0, end.data_wait_share):.0%} of it waiting for data"
     memory = f"{end.peak_bytes / 1e9:.2f} GB" if end.peak_bytes >= 1e9 else f"{end.peak_bytes / 1e6:.0f} MB"
     of_ranks = " (largest rank)" if trainer.world_size > 1 else ""
-    return f"{steps} in {_duration(end.elapsed_s)}{share}; {speed}, peak memory {memory}{of_ranks}"
+    return f"{steps} in {duration(end.elapsed_s)}{share}; {speed}, peak memory {memory}{of_ranks}"
 
 
 def _model_checkpoints(trainer: Any) -> list[ModelCheckpoint]:
@@ -389,11 +390,3 @@ def _counted(number: int, noun: str) -> str:
 
 def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"

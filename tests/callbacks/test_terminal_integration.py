@@ -19,7 +19,7 @@ BAR = re.compile(
     r"(Epoch \d+/\d+(?:, validation \d/\d)?|Sanity Checking|Validation \d/\d|Testing|Predicting)"
     r"  (\S+ +)?(\d+)/(\d+)  .*"
 )
-EPOCH = re.compile(r"epoch \d/2  0:00:\d\d  .*train/loss \S+.*")
+EPOCH = re.compile(r"epoch \d/2  [\d.]+ s  .*train/loss \S+.*")
 DESCRIPTIONS = {"validate": "Validation 2/2", "test": "Testing", "predict": "Predicting"}
 MARKS = {
     "train-0": "Epoch 1/2",
@@ -171,4 +171,4 @@ def test_the_demo_of_the_makefile(tmp_path):
     (accuracy,) = [row for row in shown.rows if "test accuracy" in row or "test/accuracy" in row]
     assert float(accuracy.removeprefix("test accuracy ")) >= 0.97
     assert [match[1] for match in bars(shown.rows)] == ["Testing"]
-    assert len([row for row in shown.rows if re.match(r"epoch \d+/15  0:00:\d\d  train/loss ", row)]) == 15
+    assert len([row for row in shown.rows if re.match(r"epoch \d+/15  [\d.]+ s  train/loss ", row)]) == 15

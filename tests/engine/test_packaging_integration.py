@@ -149,13 +149,18 @@ def test_what_an_index_shows(wheel):
     assert "Typing :: Typed" in metadata.get_all("Classifier")
 
 
-def test_the_links_of_the_readme_hold_on_an_index_page():
-    base = r"https://github.com/polyphase/polyphase/(?:blob|tree)/main/"
-    links = re.findall(r"\]\(([^)#]+)", (ROOT / "README.md").read_text())
-    assert links
-    assert not [link for link in links if not link.startswith("https://")]
-    own = [match[1] for link in links if (match := re.match(rf"{base}(.*)", link))]
-    assert not [path for path in own if not (ROOT / path).exists()]
+def test_the_links_of_the_readme_hold_on_an_index_page(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        name = next(name for name in archive.namelist() if name.endswith("METADATA"))
+        text = email.message_from_bytes(archive.read(name)).get_payload()
+    pages = re.findall(r"(?<!!)\[[^]]*\]\(([^)#]+)", text)
+    pictures = re.findall(r"!\[[^]]*\]\(([^)]+)", text)
+    assert len(pages) == len(re.findall(r"(?<!!)\[[^]]*\]\(", (ROOT / "README.md").read_text())) > 10
+    assert pictures == ["https://raw.githubusercontent.com/polyphase/polyphase/main/docs/pictures/readme.svg"]
+    for link in pages:
+        own = re.fullmatch(r"https://github\.com/polyphase/polyphase/blob/main/(.*)", link)
+        assert own, link
+        assert (ROOT / own[1]).exists(), link
 
 
 def test_this_version_is_in_the_changelog():

@@ -9,9 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import nbformat
 import pytest
 import yaml
+from nbclient import NotebookClient
+from safetensors.torch import load_file, save_file
 
+from polyphase.models import ByteGPT
 from tests.distributed import ROOT, free_port, run_command
 from tests.pairs import nightly
 
@@ -69,6 +73,71 @@ def test_text_of_a_folder(tmp_path):
     assert weights.exists()
 
 
+def test_lora_trains_and_keeps_the_adapters_alone(tmp_path):
+    base, adapters = tmp_path / "base.safetensors", tmp_path / "adapters.safetensors"
+    save_file({name: tensor.clone() for name, tensor in ByteGPT().state_dict().items()}, base)
+    flags = [
+        "--strategy",
+        "fsdp",
+        "--devices",
+        "2",
+        "--accelerator",
+        "cpu",
+        "--max_steps",
+        "12",
+        "--adapters",
+        adapters,
+    ]
+    finished = run_command([sys.executable, EXAMPLES / "lora.py", base, ROOT / "README.md", *flags])
+    assert finished.returncode == 0, finished.output
+    kept = load_file(adapters)
+    assert len(kept) == 2 * 4 * 4, "two matrices for each of four layers of four blocks"
+    assert all(".lora_" in name for name in kept)
+    assert any(tensor.abs().max() > 0 for name, tensor in kept.items() if "lora_up" in name)
+    losses = re.findall(r"train/loss ([\d.]+)", finished.output)
+    assert losses, finished.output
+
+
+def test_images_are_classified_by_two_ranks():
+    flags = ["--strategy", "ddp", "--devices", "2", "--accelerator", "cpu", "--max_epochs", "8"]
+    finished = run_command([sys.executable, EXAMPLES / "images.py", *flags], timeout_s=150)
+    assert finished.returncode == 0, finished.output
+    (accuracy,) = re.findall(r"test/accuracy +│ +([\d.]+)", finished.output)
+    assert float(accuracy) > 0.85
+
+
+def test_a_gan_draws_digits():
+    flags = ["--strategy", "ddp", "--devices", "2", "--accelerator", "cpu", "--max_epochs", "2"]
+    finished = run_command([sys.executable, EXAMPLES / "gan.py", *flags])
+    assert finished.returncode == 0, finished.output
+    assert "generator/loss" in finished.output
+    drawn = re.findall(r"^[ .+#@]{70}$", finished.output, re.MULTILINE)
+    assert len(drawn) == 8, finished.output
+
+
+def test_a_recurrent_network_learns_from_a_stream():
+    flags = ["--strategy", "ddp", "--devices", "2", "--accelerator", "cpu", "--max_steps", "60"]
+    finished = run_command([sys.executable, EXAMPLES / "stream.py", *flags])
+    assert finished.returncode == 0, finished.output
+    found = {name: float(value) for name, value in re.findall(r"(test/loss\w*) +│ +([\d.]+)", finished.output)}
+    assert found["test/loss"] < 0.5 * found["test/loss_of_the_last_value"], found
+
+
+@pytest.mark.timeout(240)
+def test_the_notebook_runs_from_its_first_cell_to_its_last(monkeypatch):
+    notebook = nbformat.read(EXAMPLES / "quickstart.ipynb", as_version=4)
+    assert not any(cell.get("outputs") for cell in notebook.cells), "outputs are left out"
+    NotebookClient(notebook, timeout=200, kernel_name="python3").execute()
+    printed = "".join(
+        output.get("text", "") or output.get("data", {}).get("text/plain", "")
+        for cell in notebook.cells
+        for output in cell.get("outputs", ())
+    )
+    assert len(re.findall(r"^epoch \d/5  [\d.]+ s  loss \S+  val/loss \S+", printed, re.MULTILINE)) == 5, printed
+    assert float(re.findall(r"mean squared error ([\d.]+)", printed)[0]) < 0.1
+    assert "equal to one process" in printed
+
+
 @pytest.mark.nightly
 def test_gpt_on_two_nodes():
     nodes = [HERE, "NNODES=2", "NPROC=1", f"HEAD=127.0.0.1:{free_port()}"]
@@ -121,6 +190,15 @@ def test_config_trains_by_the_command():
     assert "max_steps=3" in finished.output
 
 
-@pytest.mark.parametrize("path", sorted(filter(Path.is_file, EXAMPLES.iterdir())), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path",
+    sorted(path for path in EXAMPLES.iterdir() if path.is_file() and path.suffix != ".ipynb"),
+    ids=lambda path: path.name,
+)
 def test_examples_stay_short(path):
     assert len(path.read_text().splitlines()) < 80
+
+
+def test_the_list_has_every_example():
+    listed = re.findall(r"\]\(([^)]+)\)", (EXAMPLES / "README.md").read_text())
+    assert set(listed) == {path.name for path in EXAMPLES.iterdir() if path.name not in ("README.md", "__pycache__")}
