@@ -38,7 +38,7 @@ class _Figures(NamedTuple):
     """The figures that a rank has counted during training."""
 
     num_samples: int | None
-    waited_s: float | None
+    waited_s: float
     peak_bytes: int
     stopped_by: str | None
 
@@ -122,9 +122,9 @@ class RunSummary(Callback):
     def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
         """Gathers the counts of all ranks: one gather of three numbers."""
         self._stop_clock(trainer)
-        waited = None if None in (trainer.data_wait_s, self._waited_s) else trainer.data_wait_s - self._waited_s
+        waited_s = trainer.data_wait_s - self._waited_s
         peak = max([_peak_bytes(trainer.strategy.root_device), *_monitored_peaks(trainer)])
-        own = _Figures(self._num_samples, waited, peak, _stopped_by(trainer))
+        own = _Figures(self._num_samples, waited_s, peak, _stopped_by(trainer))
         self._figures = trainer.all_ranks.all_gather_object(own)
         if trainer.is_global_zero and (reason := _reason(self._figures)) is not None:
             for logger in trainer.loggers:
@@ -148,7 +148,6 @@ class RunSummary(Callback):
 
     def _end(self, trainer: Any, figures: list[_Figures]) -> "_RunEnd":
         counts = [rank.num_samples for rank in figures]
-        waits = [rank.waited_s for rank in figures]
         # Ranks that share batches count as one replica of the data.
         sharing = trainer.world_size // trainer.data_size
         elapsed_s = max(self._elapsed_s, 1e-9)
@@ -156,7 +155,7 @@ class RunSummary(Callback):
             num_steps=trainer.global_step - self._first_step,
             elapsed_s=elapsed_s,
             samples_per_s=None if None in counts else sum(filter(None, counts)) / sharing / elapsed_s,
-            data_wait_share=None if None in waits else sum(filter(None, waits)) / len(waits) / elapsed_s,
+            data_wait_share=sum(rank.waited_s for rank in figures) / len(figures) / elapsed_s,
             peak_bytes=max(rank.peak_bytes for rank in figures),
             stopped_by=_reason(figures),
         )
@@ -234,7 +233,7 @@ class _RunEnd(NamedTuple):
     num_steps: int
     elapsed_s: float
     samples_per_s: float | None
-    data_wait_share: float | None
+    data_wait_share: float
     peak_bytes: int
     stopped_by: str | None
 
@@ -271,7 +270,7 @@ def _figures(trainer: Any, end: _RunEnd) -> str:
         if end.samples_per_s is None
         else f"{_number(end.samples_per_s)} samples/s"
     )
-    share = "" if end.data_wait_share is None else f", {min(1.0, end.data_wait_share):.0%} of it waiting for data"
+    share = f", {min(1.0, end.data_wait_share):.0%} of it waiting for data"
     memory = f"{end.peak_bytes / 1e9:.2f} GB" if end.peak_bytes >= 1e9 else f"{end.peak_bytes / 1e6:.0f} MB"
     of_ranks = " (largest rank)" if trainer.world_size > 1 else ""
     return f"{steps} in {duration(end.elapsed_s)}{share}; {speed}, peak memory {memory}{of_ranks}"

@@ -355,7 +355,7 @@ def mark_end_of_backward(loss: Tensor, clock: PhaseClock) -> None:
 
 @contextmanager
 def actions_of(profiler: Any, clock: PhaseClock) -> Iterator[None]:
-    """Announces Lightning's actions for `profiler` to `clock`: hooks at the ends of epochs, and its own loop."""
+    """Announces Lightning's actions for `profiler` to `clock`: hooks at the ends of epochs, and calls in steps."""
     start, stop = profiler.start, profiler.stop
     under_way: list[tuple[str, str]] = []
 
@@ -368,9 +368,7 @@ def actions_of(profiler: Any, clock: PhaseClock) -> Iterator[None]:
     def timed_stop(action: str) -> None:
         if under_way and under_way[-1][0] == action:
             _, outer = under_way.pop()
-            # Lightning's own loop announces the end of a fetch, but not what follows, which is not the user's code.
-            between = not under_way and phase_of_activity(outer) == "compute"
-            clock.enter("engine" if between else outer)
+            clock.enter(outer)
         stop(action)
 
     profiler.start, profiler.stop = timed_start, timed_stop

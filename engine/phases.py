@@ -1,6 +1,6 @@
 """The phases of a rank's wall time: its thread is always in exactly one of them, so they add up.
 
-Three sources announce phases: the loops, by `Heartbeat.phase`; Lightning's own loop, by the names of its profiler's
+Three sources announce phases: the loops, by `Heartbeat.phase`; Lightning's code, by the names of its profiler's
 actions; and functions that wait for other ranks, by `PhaseClock.enter`. Without a clock, nothing is announced.
 """
 

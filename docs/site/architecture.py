@@ -23,7 +23,7 @@ BATCH: Sequence[Stop] = (
         "workers and their random states included",
         "engine/loop/data_connector.py",
     ),
-    ("The loop fetches a batch", "the flat loop of an epoch: fetch, step, log, validate", "engine/loop/training.py"),
+    ("The loop fetches a batch", "the loop of an epoch: fetch, step, log, validate", "engine/loop/training.py"),
     ("It is copied to the device", "while the batch before is computed", "engine/loop/hooks.py"),
     (
         "training_step computes the loss",

@@ -13,14 +13,18 @@ from typing import Any, ParamSpec, TypeVar
 
 from .._compat.torch import ExceptionWrapper, _IterableDatasetFetcher, _MapDatasetFetcher
 
-__all__ = ["ExhaustedIteratorError", "ends_with_data", "fetch_from_stream", "naming_exhausted_iterators"]
+__all__ = [
+    "ExhaustedIteratorError",
+    "ends_with_data",
+    "fetch_from_stream",
+    "is_end_of_data",
+    "naming_exhausted_iterators",
+]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 _FETCHERS = "lightning.pytorch.loops.fetchers"
-_LOOP = "lightning.pytorch.loops.training_epoch_loop"
-"""Lightning's loop raises it itself if `on_train_batch_start` returns -1, which ends the epoch."""
 
 _fetch_sample, _fetch_item = _MapDatasetFetcher.fetch, _IterableDatasetFetcher.fetch
 _reraise = ExceptionWrapper.reraise
@@ -40,16 +44,20 @@ class ExhaustedIteratorError(RuntimeError):
         )
 
 
+def is_end_of_data(stop: StopIteration) -> bool:
+    """Whether `stop` is of a loop's data, and not of the user's code."""
+    return _FETCHERS in [frame.f_globals.get("__name__") for frame, _ in traceback.walk_tb(stop.__traceback__)]
+
+
 def ends_with_data(method: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorates a part of a loop: `StopIteration` leaves it only from the loader, or from the loop itself."""
+    """Decorates a part of a loop: `StopIteration` leaves it only from the loader."""
 
     @functools.wraps(method)
     def part(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         try:
             return method(*args, **kwargs)
         except StopIteration as stop:
-            modules = [frame.f_globals.get("__name__") for frame, _ in traceback.walk_tb(stop.__traceback__)]
-            if _FETCHERS in modules or modules[-1] == _LOOP:
+            if is_end_of_data(stop):
                 raise
             raise ExhaustedIteratorError.at(stop) from stop
 

@@ -1,10 +1,10 @@
-"""Validation, test and prediction: a flat loop that calls only what the run uses, and takes each sample once."""
+"""Validation, test and prediction: a loop that calls only what the run uses, and takes each sample once."""
 
 import itertools
 from operator import attrgetter
 from typing import Any
 
-from lightning.pytorch.profilers import PassThroughProfiler
+from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -41,7 +41,7 @@ def _tell_limit(trainer: Any, data: str | None, num_batches: list[int | float]) 
 
 
 class EvaluationLoop(_EvaluationLoop):  # Lightning: Trainer.validate_loop, .test_loop and epoch_loop.val_loop
-    """Lightning's evaluation loop, with a flat step for the usual batch."""
+    """Lightning's evaluation loop, whose steps call only what the run uses."""
 
     _flat: "_Evaluation | None" = None
     _padding: EvalPadding | None = None
@@ -63,8 +63,6 @@ class EvaluationLoop(_EvaluationLoop):  # Lightning: Trainer.validate_loop, .tes
 
     def _run(self) -> list[Any]:
         trainer: Any = self.trainer
-        if not isinstance(trainer.profiler, PassThroughProfiler):  # a profiler measures Lightning's own loop
-            return super().run()
         module = trainer.lightning_module
         attaches_log = "log" not in module.__dict__  # otherwise the training loop has attached it, and detaches it
         if attaches_log:
@@ -98,7 +96,7 @@ class EvaluationLoop(_EvaluationLoop):  # Lightning: Trainer.validate_loop, .tes
             raise SIGTERMException
 
     def _run_batch(self, batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any = None) -> None:
-        if dataloader_iter is not None or not isinstance(self.trainer.profiler, PassThroughProfiler):  # type: ignore[attr-defined]
+        if dataloader_iter is not None:
             super()._evaluation_step(batch, batch_idx, dataloader_idx, dataloader_iter)
             return
         if self._flat is None:
@@ -215,7 +213,7 @@ class _Evaluation:
             self._step_of_module = step
             self._has_idx = is_param_in_hook_signature(step, "batch_idx", min_args=2)
         arguments = (batch, batch_idx, *loader) if self._has_idx else (batch, *loader)
-        output = hooks.in_hook(self._step_name, self._step_of(trainer.strategy), *arguments)
+        output = call._call_strategy_hook(trainer, self._step_name, *arguments)
         progress.increment_processed()
         hooks.call(self._on_end, output, batch, batch_idx, *loader)
         connector.end_batch()

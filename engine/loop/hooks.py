@@ -1,8 +1,9 @@
 """Calls of the overridden hooks of callbacks and module.
 
 Lightning calls each hook of each callback at each step, overridden or not, each in a profiler's context. Here only the
-overridden ones are called. They are looked up at each call, as Lightning does: a callback may give itself or another
-one a hook at any time. The order is Lightning's: the callbacks in their order, then the module.
+overridden ones are called, unless there is a profiler, whose user expects the names of all of them. They are looked up
+at each call, as Lightning does: a callback may give itself or another one a hook at any time. The order is Lightning's:
+the callbacks in their order, then the module.
 """
 
 import functools
@@ -16,6 +17,7 @@ import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.core.optimizer import do_nothing_closure
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer import call
 from torch import Tensor
@@ -26,7 +28,7 @@ from ..phases import PhaseClock
 from ..precision import plugins
 from ..strategies import adapt
 
-__all__ = ["Hooks", "Shortcuts", "Transfer", "bound", "is_lightnings", "overridden"]
+__all__ = ["Hooks", "Shortcuts", "Transfer", "bound", "is_lightnings", "is_profiled", "overridden"]
 
 
 def bound(function: Callable[..., Any], owner: Any) -> Callable[..., Any]:
@@ -51,6 +53,11 @@ def is_lightnings(function: Any) -> bool:
     return str(getattr(function, "__globals__", {}).get("__name__")).startswith("lightning.")
 
 
+def is_profiled(trainer: Any) -> bool:
+    """Whether a profiler of the user's times the actions of a run, by the names that Lightning gives them."""
+    return not isinstance(trainer.profiler, PassThroughProfiler)
+
+
 def _defaults(base: type) -> dict[str, Any]:
     names = (name for name in dir(base) if name.startswith("on_") or "gradient" in name)
     return {name: function for name in names if is_lightnings(function := getattr(base, name))}
@@ -62,10 +69,11 @@ _CLIPS, _CLIPS_BY = _OF_MODULE.get("configure_gradient_clipping"), _OF_MODULE.ge
 
 
 class Hooks:
-    """The overridden hooks of a trainer's callbacks and module."""
+    """The overridden hooks of a trainer's callbacks and module; with a profiler all of them, which Lightning calls."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer: Any = trainer
+        self.is_profiled = is_profiled(trainer)
         self.module: LightningModule = trainer.lightning_module
         self.strategy: Any = trainer.strategy
         self.precision: Any = trainer.precision_plugin
@@ -73,14 +81,19 @@ class Hooks:
 
     @property
     def clips(self) -> bool:
-        """Whether the module overrides the clipping of gradients."""
+        """Whether the clipping of gradients is called without a limit, too: the module overrides it, or it is timed."""
         module = self.module
-        return getattr(module.configure_gradient_clipping, "__func__", None) is not _CLIPS or (
-            getattr(module.clip_gradients, "__func__", None) is not _CLIPS_BY
+        return (
+            self.is_profiled
+            or getattr(module.configure_gradient_clipping, "__func__", None) is not _CLIPS
+            or getattr(module.clip_gradients, "__func__", None) is not _CLIPS_BY
         )
 
     def call(self, name: str, *arguments: Any) -> Any:
         """Calls hook `name` of the callbacks, then of the module; returns the result of the module's."""
+        if self.is_profiled:
+            call._call_callback_hooks(self.trainer, name, *arguments)
+            return call._call_lightning_module_hook(self.trainer, name, *arguments)
         # Lightning: LightningModule._current_fx_name is the hook that `self.log` is called from. It is set in
         # `__dict__`, because `nn.Module.__setattr__` takes longer than all the rest of this method.
         module = self.module
@@ -144,7 +157,7 @@ _HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batc
 
 
 class Transfer:
-    """Lightning's chain of hooks; a batch of plain tensors skips it if nobody has overridden a hook."""
+    """Lightning's chain of hooks; a batch of plain tensors skips it if nobody has overridden or times a hook."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -170,7 +183,10 @@ class Transfer:
             trainer.strategy, Strategy, "batch_to_device"
         )
         self._is_plain = not (
-            overridden_hooks or moves_itself or overridden(trainer.precision_plugin, Precision, "convert_input")
+            overridden_hooks
+            or moves_itself
+            or overridden(trainer.precision_plugin, Precision, "convert_input")
+            or is_profiled(trainer)
         )
         self._stream = None if moves_itself else _stream(self._device)
 
@@ -250,7 +266,7 @@ def _stream(device: torch.device) -> Any:
 
 _STRATEGY = "lightning.pytorch.strategies.strategy"
 _DDP_STRATEGIES = ("lightning.pytorch.strategies.ddp", f"{strategies.__name__}.ddp")
-"""Their hooks before backward are for manual optimization only, which does not run in the flat loop."""
+"""Their hooks before backward are for manual optimization only, which does not come here."""
 _MODULE = "lightning.pytorch.core.module"
 _OPTIMIZER = "lightning.pytorch.core.optimizer"
 _PRECISION = "lightning.pytorch.plugins.precision.precision"
@@ -260,7 +276,9 @@ _ENGINE_PRECISION = plugins.__name__
 
 _CALLED = {
     "module": ("training_step", "optimizer_step", "optimizer_zero_grad"),
-    "strategy": ("model", "training_step", "backward", "pre_backward", "post_backward", "optimizer_step"),
+    "strategy": (
+        "model", "training_step", "post_training_step", "backward", "pre_backward", "post_backward", "optimizer_step",
+    ),
     "precision": (
         "train_step_context", "forward_context", "pre_backward", "backward", "post_backward", "optimizer_step",
         "_wrap_closure",
@@ -279,47 +297,57 @@ def _is_from(owner: Any, name: str, *modules: str) -> bool:
 
 
 class Shortcuts:
-    """The calls of a step, each as short as possible without a visible difference.
+    """The calls of a step, each as short as possible without a visible difference; with a profiler, Lightning's chains.
 
     Args:
-        hooks: hooks of the run, with its module, strategy and precision.
+        trainer: the trainer of the run, when it has its optimizers.
+
+    Attributes:
+        hooks: the hooks of the run.
     """
 
-    def __init__(self, hooks: Hooks) -> None:
-        self._hooks = hooks
+    def __init__(self, trainer: Trainer) -> None:
+        self.hooks = hooks = Hooks(trainer)
         self._of_hooks = _OF_HOOKS(hooks)
         self._of_optimizer = _OF_OPTIMIZER(hooks.strategy._lightning_optimizers[0])
         module, strategy, precision = hooks.module, hooks.strategy, hooks.precision
         wrapped = strategy._lightning_optimizers[0]
-        self.skips_forward = (
-            strategy.model is module
+        may_skip = not hooks.is_profiled
+        # Whether the strategy's `training_step` only calls the module's.
+        self._skips_forward = (
+            may_skip
+            and strategy.model is module
             and _is_from(strategy, "training_step", _STRATEGY)
+            and _is_from(strategy, "post_training_step", _STRATEGY)
             and _is_from(precision, "train_step_context", _ENGINE_PRECISION)
             and _is_from(precision, "forward_context", _FABRIC_PRECISION)
         )
-        """Whether the strategy's `training_step` only calls the module's."""
         self._skips_backward = (
-            _is_from(strategy, "backward", _STRATEGY)
+            may_skip
+            and _is_from(strategy, "backward", _STRATEGY)
             and _is_from(precision, "pre_backward", _ENGINE_PRECISION)
             and _is_from(precision, "backward", _PRECISION)
             and _is_from(precision, "post_backward", _ENGINE_PRECISION)
         )
         self._has_pre_backward = not _is_from(strategy, "pre_backward", _STRATEGY, *_DDP_STRATEGIES)
         self._has_post_backward = not _is_from(strategy, "post_backward", _STRATEGY, _DDP_STRATEGIES[0])
-        self.skips_zero_grad = _is_from(module, "optimizer_zero_grad", _MODULE)
+        self.skips_zero_grad = may_skip and _is_from(module, "optimizer_zero_grad", _MODULE)
         """Whether gradients are zeroed by the optimizer alone, as Lightning does."""
         self._step_entry: Literal["module", "strategy", "precision"] = "module"
         # Lightning: LightningOptimizer.step calls these two first and last, for manual optimization.
         has_step_callbacks = {wrapped._on_before_step, wrapped._on_after_step} != {do_nothing_closure}
         if (
-            _is_from(module, "optimizer_step", _MODULE)
+            may_skip
+            and _is_from(module, "optimizer_step", _MODULE)
             and _is_from(wrapped, "step", _OPTIMIZER)
             and not has_step_callbacks
         ):
             skips_strategy = _is_from(strategy, "optimizer_step", _STRATEGY) or adapt(strategy).passes_step_on
             self._step_entry = "precision" if skips_strategy else "strategy"
+        # A strategy that accumulates gradients itself steps after each micro-batch, not only at the end of a window.
         self.calls_after_closure = (
             self._step_entry == "precision"
+            and not strategy.handles_gradient_accumulation
             and _is_from(precision, "optimizer_step", _PRECISION)
             and _is_from(precision, "_wrap_closure", _PRECISION)
         )
@@ -327,15 +355,24 @@ class Shortcuts:
 
     def is_current(self) -> bool:
         """Whether the methods are still those that the shortcuts were derived from."""
-        hooks = self._hooks
+        hooks = self.hooks
         wrapped = hooks.strategy._lightning_optimizers[0]
         return _OF_HOOKS(hooks) == self._of_hooks and _OF_OPTIMIZER(wrapped) == self._of_optimizer
 
+    def training_step(self, *arguments: Any) -> Any:
+        """Runs `training_step`, and returns its output."""
+        hooks = self.hooks
+        if self._skips_forward:
+            return hooks.in_hook("training_step", hooks.module.training_step, *arguments)
+        output = call._call_strategy_hook(hooks.trainer, "training_step", *arguments)
+        hooks.strategy.post_training_step()
+        return output
+
     def backward(self, loss: Tensor, optimizer: Any) -> None:
-        """Runs backward and the hooks around it."""
-        hooks = self._hooks
+        """Runs backward and the hooks around it; called within the hook "backward"."""
+        hooks = self.hooks
         if not self._skips_backward:
-            hooks.strategy.backward(loss, optimizer)
+            call._call_strategy_hook(hooks.trainer, "backward", loss, optimizer)
             return
         # Lightning: Strategy.backward, and what it calls of the precision plugin
         if self._has_pre_backward:
@@ -348,16 +385,16 @@ class Shortcuts:
 
     def zero_grad(self, batch_idx: int, optimizer: Any) -> None:
         """Zeroes the gradients."""
-        hooks = self._hooks
+        hooks = self.hooks
         if self.skips_zero_grad:  # Lightning: LightningModule.optimizer_zero_grad
             hooks.in_hook("optimizer_zero_grad", optimizer.zero_grad)
         else:
-            users, epoch = hooks.module.optimizer_zero_grad, hooks.trainer.current_epoch
-            hooks.in_hook("optimizer_zero_grad", users, epoch, batch_idx, optimizer)
+            epoch = hooks.trainer.current_epoch
+            call._call_lightning_module_hook(hooks.trainer, "optimizer_zero_grad", epoch, batch_idx, optimizer)
 
     def optimizer_step(self, batch_idx: int, optimizer: Any, closure: Callable[[], Any]) -> None:
         """Runs the step of the strategy's first optimizer, which calls `closure`."""
-        hooks = self._hooks
+        hooks = self.hooks
         # Lightning: LightningModule.optimizer_step, LightningOptimizer.step, Strategy.optimizer_step
         if self.calls_after_closure:  # Lightning: Precision.optimizer_step and ._wrap_closure as well
             hooks.in_hook("optimizer_step", optimizer.step, closure)
@@ -366,6 +403,5 @@ class Shortcuts:
         elif self._step_entry == "strategy":
             hooks.in_hook("optimizer_step", hooks.strategy.optimizer_step, optimizer, closure)
         else:
-            step, epoch = hooks.module.optimizer_step, hooks.trainer.current_epoch
-            wrapped = hooks.strategy._lightning_optimizers[0]
-            hooks.in_hook("optimizer_step", step, epoch, batch_idx, wrapped, closure)
+            arguments = hooks.trainer.current_epoch, batch_idx, hooks.strategy._lightning_optimizers[0], closure
+            call._call_lightning_module_hook(hooks.trainer, "optimizer_step", *arguments)

@@ -238,8 +238,8 @@ class TrainerBase(Trainer):
         return self.data_size > 1 and self._data_connector.sizes.is_filler(batch_idx)  # type: ignore[attr-defined]
 
     @property
-    def data_wait_s(self) -> float | None:
-        """Seconds that this rank's training has waited for batches since its start; None if unknown."""
+    def data_wait_s(self) -> float:
+        """Seconds that this rank's training has waited for batches since its start."""
         return self.fit_loop.epoch_loop.data_wait_s  # type: ignore[attr-defined]
 
     @property

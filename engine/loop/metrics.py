@@ -44,7 +44,7 @@ class LoggerConnector(_LoggerConnector):  # Lightning: Trainer._logger_connector
     """Lightning's connector, with metrics collected on demand."""
 
     results: _ResultCollection | None = None
-    """The results that the current batch logs to; None between batches, and in Lightning's own loops."""
+    """The results that the current batch logs to; None between batches, and where Lightning's loops run them."""
     padding: EvalPadding | None = None
     """Knows which ranks have batches to evaluate, if the engine splits them; otherwise None."""
     all_ranks_reach_end = True

@@ -31,20 +31,7 @@ from .out_of_memory import OutOfMemory
 from .padding_batch import beside_fillers
 from .several_optimizers import SharedClosure
 
-__all__ = ["AutomaticOptimization", "ManualOptimization", "check_may_skip"]
-
-
-def check_may_skip(trainer: Trainer, batch_idx: int) -> None:
-    """Checks that a rank may skip a batch that is None.
-
-    Raises:
-        RuntimeError: there are other ranks.
-    """
-    if trainer.world_size > 1:
-        raise RuntimeError(
-            f"The train_dataloader yielded None as batch {batch_idx} of rank {trainer.global_rank}, and the other ranks"
-            " would wait forever. Let its `collate_fn` return a batch, or leave the samples out of the data set."
-        )
+__all__ = ["AutomaticOptimization", "ManualOptimization"]
 
 
 class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpochLoop.automatic_optimization
@@ -56,7 +43,7 @@ class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpoc
         self.loss_weighting = LossWeighting(trainer)
         self.runs_own_schedule = capabilities_of(trainer.strategy).runs_own_schedule
         self.out_of_memory: OutOfMemory | None = None
-        self._batch_idx = 0
+        self._shortcuts: Shortcuts | None = None
         self.has_loss = False
         """Whether `training_step` has returned a loss."""
         self.num_skipped = 0
@@ -64,67 +51,67 @@ class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpoc
         self.step_guard: StepGuard | None = None
         """Leaves out steps that are not finite; None: none is left out."""
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A copied trainer takes part in no run, and methods that a user has replaced may not be pickled.
+        return {**vars(self), "_shortcuts": None}
+
     def begin_epoch(self) -> None:
         """Looks up the values that stay the same for an epoch, which would cost each step several calls."""
         self.trainer._data_connector.sizes.begin_epoch()  # type: ignore[attr-defined]
         self.loss_weighting.begin_epoch()
 
-    def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict) -> dict[str, Any]:
-        """Runs one micro-batch, and the optimizer step if it ends a window."""
-        self._batch_idx = batch_idx
+    def end_run(self) -> None:
+        """Forgets what belongs to one run."""
+        self._shortcuts = None
         if self.step_guard is not None:
-            self.step_guard.begin_micro_batch()
-        return super().run(optimizer, batch_idx, kwargs)
+            self.step_guard.close()
+            self.step_guard = None
 
     @property
-    def num_steps(self) -> int:
-        """The number of optimizer steps that are done."""
-        return self.optim_progress.optimizer.step.total.completed
+    def shortcuts(self) -> Shortcuts:
+        """The calls of a step as they are now: a callback may replace any method."""
+        if self._shortcuts is None or not self._shortcuts.is_current():
+            self._shortcuts = Shortcuts(self.trainer)
+        return self._shortcuts
 
-    def run_flat(
-        self, hooks: Hooks, shortcuts: Shortcuts, batch_idx: int, arguments: tuple[Any, ...], ends_window: bool
-    ) -> dict[str, Any]:
-        """Runs a micro-batch as `run` does, but calls only overridden hooks.
+    def run(self, optimizer: Optimizer, batch_idx: int, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Runs one micro-batch, and the optimizer step if it ends a window.
 
         Args:
-            hooks: hooks of this run.
-            shortcuts: shortcuts that were built from these hooks.
+            optimizer: the first optimizer.
             batch_idx: index of the micro-batch within the epoch.
-            arguments: arguments of `training_step`.
-            ends_window: whether the optimizer steps after this micro-batch.
+            kwargs: arguments of `training_step`, in their order.
         """
         # Lightning: _AutomaticOptimization.run and what it calls; from `optimizer_step` on see `Shortcuts`.
-        trainer: Any = self.trainer
-        optimizer = hooks.strategy.optimizers[0]
         if self.step_guard is not None:
             self.step_guard.begin_micro_batch()
-        closure = _MicroBatch(self, hooks, shortcuts, optimizer, batch_idx, arguments, ends_window)
-        if ends_window:
+        closure = self._make_closure(kwargs, optimizer, batch_idx)
+        hooks = closure.shortcuts.hooks
+        if closure.ends_window:
             steps = self.optim_progress.optimizer.step
             num_steps = steps.total.completed
             steps.total.ready += 1
             steps.current.ready += 1
             if len(hooks.strategy.optimizers) == 1:
-                shortcuts.optimizer_step(batch_idx, optimizer, closure)
+                closure.shortcuts.optimizer_step(batch_idx, optimizer, closure)
             else:
                 self._step_together(batch_idx, closure)
             steps.total.completed += 1
             steps.current.completed += 1
             self._observe_norm(hooks.precision, num_steps)
+        elif hooks.strategy.handles_gradient_accumulation:  # its own step decides what to do with the gradients
+            closure.shortcuts.optimizer_step(batch_idx, optimizer, closure)
         else:
             with without_sync(hooks.strategy):
                 closure()
-        trainer.heartbeat.phase = "batch"
         if closure.ran_out_of_memory:
             return {}
         result = closure.consume_result()
         return {} if result.loss is None else result.asdict()
 
-    def _training_step(self, kwargs: OrderedDict) -> ClosureResult:
-        # Lightning: _AutomaticOptimization._training_step, which divides by the constant.
-        output = call._call_strategy_hook(self.trainer, "training_step", *kwargs.values())
-        self.trainer.strategy.post_training_step()
-        return self.weighted_result(output, self._batch_idx)
+    def _make_closure(self, kwargs: dict[str, Any], optimizer: Optimizer, batch_idx: int) -> "_MicroBatch":
+        # Lightning: _AutomaticOptimization._make_closure
+        return _MicroBatch(self, optimizer, batch_idx, tuple(kwargs.values()))
 
     def weighted_result(self, output: Any, batch_idx: int) -> ClosureResult:
         """Returns `training_step`'s result, with a loss that can be added to those of the other micro-batches."""
@@ -150,16 +137,12 @@ class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpoc
         return result
 
     def run_schedule(
-        self,
-        in_hook: Callable[..., Any],
-        arguments: tuple[Any, ...],
-        batch_idx: int,
-        ends_window: bool,
+        self, hooks: Hooks, arguments: tuple[Any, ...], batch_idx: int, ends_window: bool
     ) -> ClosureResult:
         """Runs forward and backward by a strategy with its own schedule, after the gradients were zeroed.
 
         Args:
-            in_hook: calls a function; meanwhile `self.log` acts as if it were called in the hook of the given name.
+            hooks: hooks of this run.
             arguments: arguments of `training_step`.
             batch_idx: index of the batch within the epoch.
             ends_window: whether the optimizer steps after this batch.
@@ -176,7 +159,7 @@ class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpoc
                 else self.loss_weighting.as_weight(weight, strategy.root_device, batch_idx)
             )
 
-        loss, weight = in_hook("training_step", strategy.run_schedule, arguments, weigh, ends_window)
+        loss, weight = hooks.in_hook("training_step", strategy.run_schedule, arguments, weigh, ends_window)
         if weight is None:
             loss = loss * by_samples()
         else:
@@ -195,39 +178,7 @@ class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpoc
         """Has the loss of a micro-batch looked at."""
         if self.step_guard is not None:
             self.step_guard.note_loss(loss)
-        self.watch.observe(self.trainer, "loss", loss, self.num_steps)
-
-    def _make_closure(self, kwargs: OrderedDict, optimizer: Optimizer, batch_idx: int) -> Closure:
-        # Lightning: _AutomaticOptimization._make_closure
-        closure = self._make_weighted_closure(kwargs, optimizer, batch_idx)
-        trainer: Any = self.trainer
-        some_are_fillers = trainer.data_size > 1 and trainer._data_connector.sizes.some_are_fillers(batch_idx)
-        return _ClosureAmongFillers(closure, trainer, batch_idx) if some_are_fillers else closure
-
-    def _make_weighted_closure(self, kwargs: OrderedDict, optimizer: Optimizer, batch_idx: int) -> Closure:
-        if self._skip_backward or not self.runs_own_schedule:
-            return super()._make_closure(kwargs, optimizer, batch_idx)
-        zero_grad = self._make_zero_grad_fn(batch_idx, optimizer)
-        hooks = Hooks(self.trainer)
-
-        def step() -> ClosureResult:
-            if zero_grad is not None:
-                zero_grad()
-            ends_window = not self.trainer.fit_loop._should_accumulate()
-            return self.run_schedule(hooks.in_hook, tuple(kwargs.values()), batch_idx, ends_window)
-
-        return Closure(step_fn=step)
-
-    def _optimizer_step(self, batch_idx: int, train_step_and_backward_closure: Callable[[], Tensor | None]) -> None:
-        # Lightning: _AutomaticOptimization._optimizer_step
-        step = self.trainer.global_step
-        if len(self.trainer.optimizers) == 1:
-            super()._optimizer_step(batch_idx, train_step_and_backward_closure)
-        else:
-            self.optim_progress.optimizer.step.increment_ready()
-            self._step_together(batch_idx, train_step_and_backward_closure)
-            self.optim_progress.optimizer.step.increment_completed()
-        self._observe_norm(self.trainer.precision_plugin, step)
+        self.watch.observe(self.trainer, "loss", loss, self.optim_progress.optimizer.step.total.completed)
 
     def _step_together(self, batch_idx: int, closure: Callable[[], Tensor | None]) -> None:
         """Steps several optimizers on one loss: see `several_optimizers.py`."""
@@ -238,34 +189,10 @@ class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpoc
                 own = partial(shared, wrapped.optimizer)
                 call._call_lightning_module_hook(trainer, "optimizer_step", epoch, batch_idx, wrapped, own)
 
-    def _make_zero_grad_fn(self, batch_idx: int, optimizer: Optimizer) -> Callable[[], None] | None:
-        # Lightning: _AutomaticOptimization._make_zero_grad_fn, of one optimizer
-        make = super()._make_zero_grad_fn
-        of_each = [zero for one in self.trainer.optimizers if (zero := make(batch_idx, one)) is not None]
-
-        def zero_all() -> None:
-            for zero in of_each:
-                zero()
-
-        return zero_all if of_each else None
-
     def _observe_norm(self, plugin: Any, step: int) -> None:
         norm = getattr(plugin, "grad_norm", None)
         if norm is not None and getattr(plugin, "scaler", None) is None:  # loss scaling makes infinite norms by design
             self.watch.observe(self.trainer, "gradient norm", norm, step)
-
-    def _make_backward_fn(self, optimizer: Optimizer) -> Callable[[Tensor], None] | None:
-        # Lightning: _AutomaticOptimization._make_backward_fn
-        backward = super()._make_backward_fn(optimizer)
-        if backward is None:
-            return None
-
-        def backward_and_correct(loss: Tensor) -> None:
-            backward(loss)
-            if not self.trainer.fit_loop._should_accumulate():
-                self.loss_weighting.correct()
-
-        return backward_and_correct
 
 
 class _TensorResult(ClosureResult):
@@ -278,48 +205,25 @@ class _TensorResult(ClosureResult):
         self.extra = {}
 
 
-class _ClosureAmongFillers(Closure):
-    """Runs a batch that some rank has no sample of.
-
-    Args:
-        closure: runs the batch.
-        trainer: the trainer of the batch.
-        batch_idx: within the epoch.
-    """
-
-    def __init__(self, closure: Closure, trainer: Any, batch_idx: int) -> None:
-        self._result = None
-        self._inner, self._trainer, self._batch_idx = closure, trainer, batch_idx
-
-    @torch.enable_grad()
-    def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
-        """Forward and backward."""
-        sizes = self._trainer._data_connector.sizes
-        with beside_fillers(self._trainer, is_filler=sizes.is_filler(self._batch_idx)):
-            return self._inner.closure(*args, **kwargs)
-
-
 class _MicroBatch(Closure):  # Lightning: it raises an error if the optimizer has not called it
     """Forward, zeroing of gradients and backward of one micro-batch."""
 
     def __init__(
         self,
         optimization: AutomaticOptimization,
-        hooks: Hooks,
-        shortcuts: Shortcuts,
         optimizer: Optimizer,
         batch_idx: int,
         arguments: tuple[Any, ...],
-        ends_window: bool,
     ) -> None:
         self._result = None
         self._optimization = optimization
-        self._hooks = hooks
-        self._shortcuts = shortcuts
         self._optimizer = optimizer
         self._batch_idx = batch_idx
         self._arguments = arguments
-        self._ends_window = ends_window
+        self.shortcuts = optimization.shortcuts
+        self._hooks = self.shortcuts.hooks
+        self.ends_window = not optimization.trainer.fit_loop.epoch_loop._should_accumulate()
+        """Whether the optimizer steps after this micro-batch."""
         self.ran_out_of_memory = False
         """Whether the micro-batch ran out of memory."""
 
@@ -329,7 +233,7 @@ class _MicroBatch(Closure):  # Lightning: it raises an error if the optimizer ha
         else:
             with torch.enable_grad():
                 self._result = self.closure()
-        if self._ends_window and self._shortcuts.calls_after_closure:
+        if self.ends_window and self.shortcuts.calls_after_closure:
             hooks = self._hooks
             hooks.precision._after_closure(hooks.module, self._optimizer)
         return self._result.loss
@@ -339,12 +243,7 @@ class _MicroBatch(Closure):  # Lightning: it raises an error if the optimizer ha
         heartbeat = self._optimization.trainer.heartbeat  # type: ignore[attr-defined]
         heartbeat.phase = "train"
         out_of_memory = self._optimization.out_of_memory
-        if out_of_memory is not None:
-            result = self._closure_or_recovery(out_of_memory)
-        elif self._optimization.loss_weighting.data_size == 1:
-            result = self._forward_and_backward()
-        else:
-            result = self._closure()
+        result = self._closure() if out_of_memory is None else self._closure_or_recovery(out_of_memory)
         heartbeat.phase = "optimizer"
         return result
 
@@ -359,10 +258,10 @@ class _MicroBatch(Closure):  # Lightning: it raises an error if the optimizer ha
             failure = error
         # Outside of the `except` clause, which would keep the frames, and so the activations, of the failed call.
         if self.ran_out_of_memory:
-            out_of_memory.recover(failure, self._step_on_smallest_batch, self._ends_window)
-            if self._ends_window:
+            out_of_memory.recover(failure, self._step_on_smallest_batch, self.ends_window)
+            if self.ends_window:
                 self._optimization.loss_weighting.correct()
-        if self._ends_window:
+        if self.ends_window:
             out_of_memory.raise_if_any_failed()
         return result
 
@@ -386,15 +285,11 @@ class _MicroBatch(Closure):  # Lightning: it raises an error if the optimizer ha
 
     def _forward_and_backward(self) -> ClosureResult:
         # Lightning: Closure.closure
-        optimization, hooks, shortcuts = self._optimization, self._hooks, self._shortcuts
-        trainer: Any = hooks.trainer
+        optimization, trainer = self._optimization, self._hooks.trainer
         if optimization.runs_own_schedule and not optimization._skip_backward:
             self._zero_grad_of_all(trainer)
-            arguments = hooks.in_hook, self._arguments, self._batch_idx, self._ends_window
-            return optimization.run_schedule(*arguments)
-        # Lightning: _AutomaticOptimization._training_step
-        owner = hooks.module if shortcuts.skips_forward else hooks.strategy  # Lightning: Strategy.training_step
-        output = hooks.in_hook("training_step", owner.training_step, *self._arguments)
+            return optimization.run_schedule(self._hooks, self._arguments, self._batch_idx, self.ends_window)
+        output = self.shortcuts.training_step(*self._arguments)
         result = optimization.weighted_result(output, self._batch_idx)
         if result.closure_loss is None:
             Closure.warning_cache.warn(
@@ -404,8 +299,8 @@ class _MicroBatch(Closure):  # Lightning: it raises an error if the optimizer ha
             return result
         self._zero_grad_of_all(trainer)
         if result.closure_loss is not None:
-            hooks.in_hook("backward", shortcuts.backward, result.closure_loss, self._optimizer)
-            if self._ends_window:
+            self._hooks.in_hook("backward", self.shortcuts.backward, result.closure_loss, self._optimizer)
+            if self.ends_window:
                 optimization.loss_weighting.correct()
         return result
 
@@ -419,7 +314,7 @@ class _MicroBatch(Closure):  # Lightning: it raises an error if the optimizer ha
         progress: Any = self._optimization.optim_progress.optimizer.zero_grad
         total, current = progress.total, progress.current
         # Otherwise gradients are only set to None, which takes too little time to be measured.
-        is_announced = not self._shortcuts.skips_zero_grad
+        is_announced = not self.shortcuts.skips_zero_grad
         if is_announced:
             trainer.heartbeat.phase = "optimizer"
         total.ready += 1
@@ -427,7 +322,7 @@ class _MicroBatch(Closure):  # Lightning: it raises an error if the optimizer ha
         self._hooks.call("on_before_zero_grad", optimizer)
         total.started += 1
         current.started += 1
-        self._shortcuts.zero_grad(self._batch_idx, optimizer)
+        self.shortcuts.zero_grad(self._batch_idx, optimizer)
         total.completed += 1
         current.completed += 1
         if is_announced:
@@ -487,6 +382,7 @@ class ManualOptimization(_ManualOptimization):  # Lightning: _TrainingEpochLoop.
     @ends_with_data
     def advance(self, kwargs: OrderedDict) -> None:
         """Runs `training_step`."""
+        self.trainer.heartbeat.phase = "train"  # type: ignore[attr-defined]
         backward, num_steps = self._backward, self.optim_step_progress.total.ready
         num_calls = 0 if backward is None else backward.num_calls
         batch_idx = self.trainer.fit_loop.epoch_loop.batch_idx

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from .._compat.lightning import _DataLoaderIterDataFetcher
 from ..devices import module_of, peak_bytes
 from ..distributed.object_group import WORLD
 from ..strategies import adapt
@@ -52,6 +53,23 @@ class OutOfMemory:
         """The size of micro-batches that the user has set for the next step; None if it stays."""
         self._error: BaseException | None = None
         self._snapshot: StepSnapshot | None = None
+
+    def check_may_repeat(self, fetcher: Any) -> None:
+        """Checks that the steps of an epoch can be repeated.
+
+        Raises:
+            ValueError: the module, or a strategy that is not the engine's, reads or steps as it likes.
+        """
+        trainer = self._trainer
+        if not trainer.lightning_module.automatic_optimization:
+            reason = "manual optimization"
+        elif isinstance(fetcher, _DataLoaderIterDataFetcher):
+            reason = "a `dataloader_iter` argument"
+        elif trainer.strategy.handles_gradient_accumulation:
+            reason = f"{type(trainer.strategy).__name__}, which accumulates gradients itself"
+        else:
+            return
+        raise ValueError(f"micro_batch_size='auto' can't repeat a step that is done with {reason}: give a number.")
 
     def begin_step(self, loop: Any) -> None:
         """Notes the state that a step changes."""

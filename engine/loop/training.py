@@ -1,17 +1,14 @@
-"""The loop of training epochs: each runs in a short, flat loop that calls only what is overridden.
+"""The loop of training epochs: one short way through a batch, which calls only what the run uses."""
 
-Epochs that need more run in Lightning's own loop (see `_why_not_flat`), and so does the first batch after a resumption.
-"""
-
-import logging
 import warnings
+from contextlib import nullcontext
 from time import perf_counter
 from typing import Any, Literal
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import WeightAveraging
-from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -28,7 +25,7 @@ from .._compat.lightning import (
     _TrainingEpochLoop,
 )
 from ..checkpoint import get_random_state
-from ..data.exhausted import ends_with_data
+from ..data.exhausted import is_end_of_data
 from ..reliability.nonfinite import NonFiniteWatch
 from ..strategies import adapt, capabilities_of, differing_buffers
 from ..strategies.averages import end_averages
@@ -37,32 +34,30 @@ from .averaged_gradients import AveragedGradients
 from .evaluation import EvaluationLoop
 from .first_steps import FirstSteps
 from .garbage import GarbageCollection
-from .hooks import Hooks, Shortcuts, Transfer, overridden
+from .hooks import Hooks, Transfer, overridden
 from .log import attach_log, detach_log
 from .metrics import agreed_value
-from .optimization import AutomaticOptimization, ManualOptimization, check_may_skip
+from .optimization import AutomaticOptimization, ManualOptimization
 from .out_of_memory import OutOfMemory, RetryStep
 
-__all__ = ["TrainingEpochLoop", "fetch"]
-
-log = logging.getLogger("polyphase.engine")
+__all__ = ["TrainingEpochLoop"]
 
 
 class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoch_loop
-    """Lightning's training epoch, with a flat loop for the usual case."""
+    """Lightning's training epoch, whose batches run in `_Epoch`."""
 
     automatic_optimization: AutomaticOptimization
     manual_optimization: ManualOptimization
     first_steps: FirstSteps
     averaged_gradients: AveragedGradients | None = None
     """Checks the gradients of a run in which each rank steps with averages of whole gradients; None in other runs."""
-    _logged_reason: str | None = None
-    data_wait_s: float | None = 0.0
-    """Seconds that training has waited for batches; None after an epoch in Lightning's own loop, which has no count."""
+    data_wait_s = 0.0
+    """Seconds that training has waited for batches."""
     pending_batch_work: Literal["end", "nothing"] | None = None
     """Work that the interrupted run left for its last batch: ``"end"``, all work after the batch; None if unknown."""
     is_between_steps = False
     rng_state_before_validation: dict[str, Any] | None = None
+    _fetch_began_s = 0.0
     _batches_at_step = 0
     _marked_step = 0
     _rng_state_at_step: dict[str, Any] | None = None
@@ -89,68 +84,38 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
         watch.end_epoch(self.trainer)
 
     def _run(self, data_fetcher: _DataFetcher) -> None:
-        reason = _why_not_flat(self.trainer, data_fetcher)
-        if reason is not None:
-            if self.automatic_optimization.out_of_memory is not None:
-                raise ValueError(
-                    f"micro_batch_size='auto' can't repeat a step that is done with {reason}: give a number."
-                )
-            if reason != self._logged_reason:
-                log.debug("epochs run in Lightning's own loop, because of %s", reason)
-            self._logged_reason = reason
-            self.data_wait_s = None
-            super().run(data_fetcher)
-            return
+        if self.automatic_optimization.out_of_memory is not None:
+            self.automatic_optimization.out_of_memory.check_may_repeat(data_fetcher)
         self.reset()
         self.on_run_start(data_fetcher)
         trainer: Any = self.trainer
         attach_log(trainer.lightning_module, trainer._logger_connector)
-        epoch = _FlatEpoch(self, data_fetcher)
+        epoch = _Epoch(self, data_fetcher)
         try:
-            if self._advance_resumed(data_fetcher):
-                with self.garbage.at_same_batches(trainer.strategy.root_device):
-                    while not epoch.is_done() and epoch.advance():
-                        pass
+            with self.garbage.at_same_batches(trainer.strategy.root_device):
+                goes_on = epoch.resume()
+                while goes_on and not epoch.is_done():
+                    goes_on = epoch.advance()
         finally:
             trainer.heartbeat.phase = "train"
             epoch.close()
             detach_log(trainer.lightning_module)
 
-    def _advance_resumed(self, data_fetcher: _DataFetcher) -> bool:
-        """Runs the first batch after a resumption in Lightning's loop, which knows what of it is done.
+    def _should_accumulate(self) -> bool:
+        # Lightning: the same in several calls more, which each step would make twice.
+        progress, trainer = self.batch_progress, self.trainer
+        if progress.current.ready % trainer.accumulate_grad_batches == 0:
+            return False
+        return trainer.strategy.handles_gradient_accumulation or not self._num_ready_batches_reached()
 
-        Returns False if the epoch is over.
-        """
-        if self._restarting or self._loaded_from_state_dict or self._resuming_from_checkpoint:
-            try:
-                if not self.done and not self._begins_epoch:
-                    self.advance(data_fetcher)
-                    self.on_advance_end(data_fetcher)
-            except StopIteration:
-                return False
-            finally:
-                self.on_iteration_done()
-        self.val_loop.restarting = False
-        return True
+    def _on_before_fetch(self) -> None:
+        # Lightning: called by the fetcher, also where a step reads from the iterator of batches itself.
+        super()._on_before_fetch()
+        self._fetch_began_s = perf_counter()
 
-    @property
-    def done(self) -> bool:
-        """Whether the epoch is over."""
-        return super().done and self.pending_batch_work != "end"
-
-    @ends_with_data
-    def advance(self, data_fetcher: _DataFetcher) -> None:
-        """Runs one batch in Lightning's own loop."""
-        if self.pending_batch_work == "end":
-            self.pending_batch_work = None
-            return
-        try:
-            super().advance(data_fetcher)
-        except StopIteration:
-            progress: Any = self.batch_progress
-            if progress.current.started < progress.current.ready:  # otherwise the data is over
-                self.trainer.steering.cancel_epoch(progress.total.ready)  # type: ignore[attr-defined]
-            raise
+    def _on_after_fetch(self) -> None:
+        self.data_wait_s += perf_counter() - self._fetch_began_s
+        super()._on_after_fetch()
 
     def reset(self) -> None:
         """Resets the loop at the start of each epoch; hides Lightning's warning if the data's position is known."""
@@ -254,19 +219,6 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
             return progress.processed
         return progress.ready if self.global_step > self._marked_step else self._batches_at_step
 
-    def _broadcast_sigterm_tensor(self) -> None:
-        # Lightning: _TrainingEpochLoop._broadcast_sigterm_tensor, which its own loop calls before each batch.
-        pass
-
-    @ends_with_data
-    def on_advance_end(self, data_fetcher: _DataFetcher) -> None:
-        """Ends a batch in Lightning's own loop."""
-        self.trainer.steering.after_batch(self.batch_progress.total.ready)  # type: ignore[attr-defined]
-        super().on_advance_end(data_fetcher)
-        self.rng_state_before_validation = None
-        if not self._should_accumulate():
-            self.end_step(self.global_step)  # counts steps of manual optimization, too
-
     def end_step(self, num_steps: int) -> None:
         """Ends an optimizer step: stops if all ranks have agreed to, and saves a snapshot if one is due."""
         self._mark_step(num_steps)
@@ -297,9 +249,7 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
         if self.averaged_gradients is not None:
             self.averaged_gradients.close()
             self.averaged_gradients = None
-        if self.automatic_optimization.step_guard is not None:
-            self.automatic_optimization.step_guard.close()
-            self.automatic_optimization.step_guard = None
+        self.automatic_optimization.end_run()
         end_averages(self.trainer)
         super().teardown()
 
@@ -312,19 +262,6 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
 
 
 TrainingEpochLoop.__name__ = _TrainingEpochLoop.__name__  # the name of its entries in a profile
-
-
-def _why_not_flat(trainer: Trainer, fetcher: _DataFetcher | None) -> str | None:
-    """Returns the reason why an epoch must run in Lightning's own loop; None if it can run flat."""
-    if not isinstance(trainer.profiler, PassThroughProfiler):  # type: ignore[attr-defined]
-        return "a profiler, which times every call"
-    if isinstance(fetcher, _DataLoaderIterDataFetcher):
-        return "a `dataloader_iter` argument"
-    if not trainer.lightning_module.automatic_optimization:
-        return "manual optimization"
-    if trainer.strategy.handles_gradient_accumulation:
-        return f"{type(trainer.strategy).__name__}, which accumulates gradients itself"
-    return None
 
 
 # --- the check of buffers
@@ -381,77 +318,48 @@ class _BufferCheck:
         )
 
 
-# The flat loop of a training epoch (fetch, transfer, step, log, validate), which calls only what the run uses.
-#
-# The order is the one of Lightning's documentation: fetch, transfer, `on_train_batch_start`, optimization
-# (`optimization.py`), learning-rate schedulers, `on_train_batch_end`, logging, validation.
-
-
-def fetch(fetcher: _DataFetcher) -> Any:
-    """Returns the next batch of a training fetcher.
-
-    Raises:
-        StopIteration: there is none.
-    """
-    # Lightning: _PrefetchDataFetcher.__next__, _DataFetcher.__next__, CombinedLoader.__next__ and
-    # _MaxSizeCycle.__next__. For a single loader, the usual case, all four only count; if its length is not known, they
-    # look one batch ahead.
-    combined: Any = fetcher._combined_loader
-    cycle = combined._iterator
-    if (
-        type(fetcher) is not _PrefetchDataFetcher
-        or fetcher.done
-        or (fetcher.length is None and not fetcher.batches)
-        or type(cycle) is not _MaxSizeCycle
-        or combined._iterables is not combined._flattened[0]  # a collection of loaders
-    ):
-        return next(fetcher)[0]
-    earlier = [] if fetcher.length is not None else [fetcher.batches.pop(0)[0]]
-    try:
-        batch = next(cycle.iterators[0])
-    except StopIteration:
-        cycle._consumed[0] = True
-        fetcher.done = not fetcher.batches
-        if not earlier:
-            raise
-        return earlier[0]
-    index, cycle._idx = cycle._idx, cycle._idx + 1
-    fetcher.fetched += 1
-    if fetcher.length is not None:
-        fetcher.done = fetcher.fetched >= fetcher.length
-        return batch
-    fetcher.batches.append((batch, index, 0))
-    return earlier[0]
-
+# --- the batches of an epoch: fetch, transfer, `on_train_batch_start`, optimization (`optimization.py`), learning-rate
+# schedulers, `on_train_batch_end`, logging, validation, in the order of Lightning's documentation.
 
 _CANCELLED: Any = object()
 """Stands for the outputs of a batch whose `on_train_batch_start` returned -1, which ends the epoch."""
+_NOT_PROFILED = nullcontext()
 
 
-class _FlatEpoch:
-    """The flat loop of one epoch."""
+class _Epoch:
+    """The batches of one epoch, with what all of them need looked up once: calls in Python are most of a loop's time.
 
-    def __init__(self, loop: Any, fetcher: _DataFetcher) -> None:
+    Args:
+        loop: the loop of the epoch.
+        fetcher: fetches its batches.
+    """
+
+    def __init__(self, loop: TrainingEpochLoop, fetcher: _DataFetcher) -> None:
         trainer: Any = loop.trainer
-        self._loop = loop
+        self._loop: Any = loop
         self._trainer = trainer
-        self._fetcher = fetcher
+        self._fetcher: Any = fetcher
+        self._reads_itself = isinstance(fetcher, _DataLoaderIterDataFetcher)
+        """Whether the step has a `dataloader_iter` argument, and reads its batches itself."""
         self._fit_loop = trainer.fit_loop
         self._heartbeat = trainer.heartbeat
         self._connector = trainer._logger_connector
         self._steering = trainer.steering if trainer.world_size > 1 else None
         self._hooks = Hooks(trainer)
         self._transfer = Transfer(trainer)
-        self._strategy_hook = overridden(trainer.strategy, Strategy, "on_train_batch_start")
-        self._derive_shortcuts()
+        hook = overridden(trainer.strategy, Strategy, "on_train_batch_start")
+        self._calls_strategy = hook is not None or self._hooks.is_profiled
+        self._training_step: Any = None
+        self._is_automatic = trainer.lightning_module.automatic_optimization
+        progress = (
+            loop.automatic_optimization.optim_progress.optimizer.step
+            if self._is_automatic
+            else loop.manual_optimization.optim_step_progress
+        )
+        self._steps: Any = progress.total
         self._out_of_memory: OutOfMemory | None = loop.automatic_optimization.out_of_memory
         self._precision: Any = trainer.precision_plugin
         self._precision.hooks = self._hooks
-
-    def _derive_shortcuts(self) -> None:
-        trainer = self._trainer
-        self._shortcuts = Shortcuts(self._hooks)
-        self._has_idx = is_param_in_hook_signature(trainer.lightning_module.training_step, "batch_idx", min_args=2)
 
     def close(self) -> None:
         """Detaches the hooks from the precision plugin."""
@@ -464,16 +372,54 @@ class _FlatEpoch:
         progress = loop.batch_progress
         if progress.is_last_batch or progress.current.ready == self._fit_loop.max_batches or self._trainer.should_stop:
             return loop.done
-        return loop.max_steps != -1 and loop.automatic_optimization.num_steps >= loop.max_steps
+        return loop.max_steps != -1 and self._steps.completed >= loop.max_steps
+
+    def resume(self) -> bool:
+        """Begins a resumed epoch: with what remains of the last batch, or with the next one.
+
+        Returns False if the epoch is over, as `advance` does.
+        """
+        loop = self._loop
+        if not (loop._restarting or loop._loaded_from_state_dict or loop._resuming_from_checkpoint):
+            return True
+        try:
+            if loop._begins_epoch or (loop.done and loop.pending_batch_work != "end"):
+                return True
+            if self._is_trained():
+                progress = loop.batch_progress
+                self._trainer.steering.after_batch(progress.total.ready)
+                self._after_batch()
+                return True
+            loop.val_loop.restarting = False
+            return self.advance()
+        finally:
+            loop.on_iteration_done()
+            loop.val_loop.restarting = False
+
+    def _is_trained(self) -> bool:
+        """Whether the interrupted run has trained on the last batch, so that only the work after it remains."""
+        loop = self._loop
+        if loop.pending_batch_work == "end":
+            loop.pending_batch_work = None
+            return True
+        # Lightning: _TrainingEpochLoop.advance, at its start
+        if not (loop.restarting and loop._should_check_val_fx(self._fetcher)):
+            return False
+        if loop.val_loop.restarted_mid_evaluation:
+            return True
+        if loop.restarted_on_last:  # saved after this validation
+            loop._skip_next_val = True
+            return True
+        loop.val_loop.increment_progress_to_evaluation_end()
+        return False
 
     def advance(self) -> bool:
-        """Trains on one batch: fetch, copy, `on_train_batch_start`, optimization, then `_end_batch`.
+        """Trains on one batch; returns False if the epoch is over.
 
-        Each phase of a usual batch is one call, since calls in Python are a large part of the loop's time. Returns
-        False if the epoch is over, because the data has ended or `on_train_batch_start` returned -1.
+        It is over if the data has ended, or `on_train_batch_start` has returned -1.
         """
         # Lightning: _TrainingEpochLoop.advance
-        trainer, loop = self._trainer, self._loop
+        trainer, loop, fetcher = self._trainer, self._loop, self._fetcher
         progress: Any = loop.batch_progress
         total, current = progress.total, progress.current
         batch_idx = current.ready
@@ -482,60 +428,120 @@ class _FlatEpoch:
             out_of_memory.begin_step(loop)
 
         self._heartbeat.phase = "fetch"
-        start_s = perf_counter()
         try:
-            batch = fetch(self._fetcher)
+            batch = self._fetch()
         except StopIteration:
             return False
-        if loop.data_wait_s is not None:
-            loop.data_wait_s += perf_counter() - start_s
-        if out_of_memory is not None and out_of_memory.has_failed:
-            batch = trainer._data_connector.sizes.smallest_batch()
-        progress.is_last_batch = self._fetcher.done
-        if not self._transfer.is_current():
-            self._transfer = Transfer(trainer)
-        if not self._transfer.is_there(batch):
-            self._heartbeat.phase = "copy"
-            batch = self._transfer(batch)
+        progress.is_last_batch = fetcher.done
+        if self._reads_itself:
+            # What the last step has read, as in Lightning: this one's batch is known after it.
+            iterator, batch, batch_idx = batch, fetcher._batch, fetcher._batch_idx
+            kwargs = {"any": iterator}
+        else:
+            if out_of_memory is not None and out_of_memory.has_failed:
+                batch = trainer._data_connector.sizes.smallest_batch()
+            if not self._transfer.is_current():
+                self._transfer = Transfer(trainer)
+            if not self._transfer.is_there(batch):
+                self._heartbeat.phase = "copy"
+                batch = self._transfer(batch)
+            kwargs = None
         self._heartbeat.phase = "batch"
         total.ready += 1
         current.ready += 1
         self._connector.begin_batch(loop._results, batch)
-        is_last = progress.is_last_batch or current.ready == self._fit_loop.max_batches
-        ends_window = is_last or current.ready % trainer.accumulate_grad_batches == 0
 
         try:
-            outputs = self._optimize(batch, batch_idx, ends_window)
+            outputs = self._optimize(batch, batch_idx, kwargs)
         except RetryStep:
             self._retry_step()
             return True
-        if outputs is _CANCELLED:
-            progress.is_last_batch = is_last = True
+        except StopIteration as stop:
+            if self._reads_itself and is_end_of_data(stop):
+                return False
+            raise
+        self._heartbeat.phase = "batch"
         total.processed += 1
         current.processed += 1
-        return self._end_batch(outputs, batch, batch_idx, is_last, ends_window)
+        return self._end_batch(outputs, batch, batch_idx)
 
-    def _optimize(self, batch: Any, batch_idx: int, ends_window: bool) -> Any:
+    def _fetch(self) -> Any:
+        """Returns the next batch, or the iterator over batches for a step that reads them itself.
+
+        Raises:
+            StopIteration: there is none.
+        """
+        # Lightning: _PrefetchDataFetcher.__next__, _DataFetcher.__next__, CombinedLoader.__next__ and
+        # _MaxSizeCycle.__next__. For a single loader, the usual case, all four only count; if its length is not known,
+        # they look one batch ahead.
+        fetcher = self._fetcher
+        combined: Any = fetcher._combined_loader
+        cycle = combined._iterator
+        if (
+            self._hooks.is_profiled
+            or type(fetcher) is not _PrefetchDataFetcher
+            or fetcher.done
+            or (fetcher.length is None and not fetcher.batches)
+            or type(cycle) is not _MaxSizeCycle
+            or combined._iterables is not combined._flattened[0]  # a collection of loaders
+        ):
+            item = next(fetcher)  # which calls `_on_before_fetch` and `_on_after_fetch`
+            return item if self._reads_itself else item[0]
+        earlier = [] if fetcher.length is not None else [fetcher.batches.pop(0)[0]]
+        start_s = perf_counter()
+        try:
+            batch = next(cycle.iterators[0])
+        except StopIteration:
+            cycle._consumed[0] = True
+            fetcher.done = not fetcher.batches
+            if not earlier:
+                raise
+            return earlier[0]
+        self._loop.data_wait_s += perf_counter() - start_s
+        index, cycle._idx = cycle._idx, cycle._idx + 1
+        fetcher.fetched += 1
+        if fetcher.length is not None:
+            fetcher.done = fetcher.fetched >= fetcher.length
+            return batch
+        fetcher.batches.append((batch, index, 0))
+        return earlier[0]
+
+    def _optimize(self, batch: Any, batch_idx: int, kwargs: dict[str, Any] | None) -> Any:
         """Runs `on_train_batch_start` and the optimization; returns the outputs, or `_CANCELLED`."""
-        loop = self._loop
-        if batch is None:
-            check_may_skip(self._trainer, batch_idx)
+        loop, hooks = self._loop, self._hooks
+        if batch is None and not self._reads_itself:
+            self._check_may_skip(batch_idx)
             loop._warning_cache.warn("train_dataloader yielded None. If this was on purpose, ignore this warning...")
             return None
-        response = self._hooks.call("on_train_batch_start", batch, batch_idx)
-        if self._strategy_hook is not None:
-            self._hooks.in_hook("on_train_batch_start", self._strategy_hook, batch, batch_idx)
-        if not self._shortcuts.is_current():
-            self._derive_shortcuts()
+        response = hooks.call("on_train_batch_start", batch, batch_idx)
+        if self._calls_strategy:
+            call._call_strategy_hook(self._trainer, "on_train_batch_start", batch, batch_idx)
+        progress: Any = loop.batch_progress
         if response == -1:
             if self._steering is not None:
-                self._steering.cancel_epoch(loop.batch_progress.total.ready)
+                self._steering.cancel_epoch(progress.total.ready)
+            progress.is_last_batch = True
             return _CANCELLED
-        progress: Any = loop.batch_progress
         progress.total.started += 1
         progress.current.started += 1
-        arguments = (batch, batch_idx) if self._has_idx else (batch,)
-        return loop.automatic_optimization.run_flat(self._hooks, self._shortcuts, batch_idx, arguments, ends_window)
+        if kwargs is None:
+            kwargs = {"batch": batch}
+            if (step := hooks.module.training_step) != self._training_step:  # a callback may replace it at any time
+                self._training_step, self._has_idx = step, is_param_in_hook_signature(step, "batch_idx", min_args=2)
+            if self._has_idx:
+                kwargs["batch_idx"] = batch_idx
+        with self._trainer.profiler.profile("run_training_batch") if hooks.is_profiled else _NOT_PROFILED:
+            if self._is_automatic:
+                return loop.automatic_optimization.run(hooks.strategy.optimizers[0], batch_idx, kwargs)
+            return loop.manual_optimization.run(kwargs)
+
+    def _check_may_skip(self, batch_idx: int) -> None:
+        if self._trainer.world_size > 1:
+            raise RuntimeError(
+                f"The train_dataloader yielded None as batch {batch_idx} of rank {self._trainer.global_rank}, and the"
+                " other ranks would wait forever. Let its `collate_fn` return a batch, or leave the samples out of the"
+                " data set."
+            )
 
     def _retry_step(self) -> None:
         trainer, module = self._trainer, self._trainer.lightning_module
@@ -544,23 +550,21 @@ class _FlatEpoch:
         detach_log(module)  # it refers to logged values that were dropped
         attach_log(module, trainer._logger_connector)
 
-    def _end_batch(self, outputs: Any, batch: Any, batch_idx: int, is_last: bool, ends_window: bool) -> bool:
-        """Ends a batch: schedulers, `on_train_batch_end`, logging, validation, schedulers of its metrics, signals.
-
-        Returns whether the epoch goes on, unless all its batches are done.
-        """
-        trainer, loop, connector = self._trainer, self._loop, self._connector
+    def _end_batch(self, outputs: Any, batch: Any, batch_idx: int) -> bool:
+        """Ends a batch: schedulers, `on_train_batch_end`, logging, and the work after it; returns as `advance` does."""
+        trainer, loop, connector, fetcher = self._trainer, self._loop, self._connector, self._fetcher
         # Lightning: _TrainingEpochLoop.advance, after the optimization
-        has_schedulers = bool(self._hooks.strategy.lr_scheduler_configs)
-        if has_schedulers:
+        progress = loop.batch_progress
+        if self._hooks.strategy.lr_scheduler_configs:
             loop.update_lr_schedulers("step", update_plateau_schedulers=False)
-            if is_last:
+            if loop._num_ready_batches_reached():
                 loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
         if outputs is _CANCELLED:
             return False
+        if self._reads_itself:
+            batch, batch_idx, progress.is_last_batch = fetcher._batch, fetcher._batch_idx, fetcher.done
         self._hooks.call("on_train_batch_end", outputs, batch, batch_idx)
         connector.end_batch()
-        progress = loop.batch_progress
         progress.total.completed += 1
         progress.current.completed += 1
         if self._steering is not None:
@@ -569,25 +573,32 @@ class _FlatEpoch:
         interval = trainer.log_every_n_steps
         # Lightning: _LoggerConnector.should_update_logs
         is_logged = interval and ((loop._batches_that_stepped + 1) % interval == 0 or trainer.should_stop)
-        if ends_window and (is_logged or trainer.fast_dev_run):
+        if (is_logged or trainer.fast_dev_run) and not loop._should_accumulate():
             self._heartbeat.phase = "log"
             connector.log_metrics(connector.metrics["log"])
             self._heartbeat.phase = "batch"
+        self._after_batch()
+        return True
 
+    def _after_batch(self) -> None:
+        """Does the work after a batch: validation, schedulers of its metrics, signals, snapshots."""
         # Lightning: _TrainingEpochLoop.on_advance_end
+        trainer, loop = self._trainer, self._loop
+        progress = loop.batch_progress
+        ends_window = not loop._should_accumulate()
+        is_last = progress.is_last_batch or progress.current.ready == self._fit_loop.max_batches
         if is_last or trainer.should_stop or self._may_validate():
             self._validate(ends_window)
-        if has_schedulers:
+        if self._hooks.strategy.lr_scheduler_configs:
             loop.update_lr_schedulers("step", update_plateau_schedulers=True)
         if ends_window:
             loop._batches_that_stepped += 1
         if trainer.should_stop:
             loop._save_loggers_on_train_batch_end()
         if ends_window:
-            loop.end_step(loop.automatic_optimization.num_steps)
+            loop.end_step(self._steps.completed)
         if progress.total.ready >= loop.garbage.due:
             loop.garbage.collect(progress.total.ready)
-        return True
 
     def _may_validate(self) -> bool:
         """Whether validation may be due after this batch; if so, Lightning's own condition decides."""
@@ -601,13 +612,16 @@ class _FlatEpoch:
 
     def _validate(self, ends_window: bool) -> None:
         trainer, loop, connector = self._trainer, self._loop, self._connector
-        if not loop._should_check_val_fx(self._fetcher):
+        is_due = loop._should_check_val_fx(self._fetcher) and not loop._skip_next_val
+        loop._skip_next_val = False
+        if not is_due:
+            loop.rng_state_before_validation = None
             return
         connector.collect()  # so that the batch's logged values can be read during the validation
         first_loop_iter = connector._first_loop_iter
         trainer.validating = True
         if ends_window:
-            self._hooks.in_hook("on_validation_model_zero_grad", trainer.lightning_module.on_validation_model_zero_grad)
+            call._call_lightning_module_hook(trainer, "on_validation_model_zero_grad")
         with loop.garbage.automatic():
             loop.val_loop.run()
         trainer.training = True

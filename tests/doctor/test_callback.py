@@ -104,7 +104,7 @@ PHASE_OF = {
 
 @pytest.mark.parametrize(("method", "profiler"), alternating(PHASE_OF, [None, "simple"]))
 def test_time_is_in_the_phase_in_which_it_was_spent(tmp_path, method, profiler):
-    """In the engine's loop, and in Lightning's own, which a profiler asks for."""
+    """Also where a profiler times all hooks by their names."""
     phase = PHASE_OF[method]
     if method == "loader":
         slow = {"data": torch.utils.data.DataLoader(SlowRows(), batch_size=1)}

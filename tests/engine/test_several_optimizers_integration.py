@@ -194,7 +194,7 @@ class Told(MLP):
         self.told.append("backward")
 
 
-@pytest.mark.parametrize("flags", [{}, {"profiler": SimpleProfiler()}], ids=["flat", "Lightning's loop"])
+@pytest.mark.parametrize("flags", [{}, {"profiler": SimpleProfiler()}], ids=["plain", "profiled"])
 def test_hooks_are_called_for_each_and_the_step_counts_once(flags):
     module = Told()
     engine = Engine(accelerator="cpu", max_steps=2, gradient_clip_val=0.01, **flags, **QUIET)

@@ -1,4 +1,4 @@
-"""The phase that the flat loop announces while it does something: for reports of failures and for the clock."""
+"""The phase that the loop announces while it does something: for reports of failures and for the clock."""
 
 import torch
 

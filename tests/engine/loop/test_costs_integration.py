@@ -164,5 +164,6 @@ def test_a_step_of_ddp_makes_few_calls_more_than_a_loop_by_hand(tmp_path):
     run_ranks(_calls_by_hand, 2, tmp_path)
     for rank in range(2):
         ours, hand = (json.loads((tmp_path / f"{who}-{rank}.json").read_text()) for who in ("ours", "hand"))
-        # Some 88, and what is asked of the job's store once a second, which a slow machine spreads over fewer steps.
-        assert ours - hand <= 108
+        # Some 120, and what is asked of the job's store once a second, which a slow machine spreads over fewer steps.
+        # Of them Lightning's call of `Strategy.training_step` has 25.
+        assert ours - hand <= 140

@@ -243,9 +243,26 @@ def test_what_can_not_be_repeated_is_refused(flags, why):
         Engine(devices=2, global_batch_size=BATCH, micro_batch_size="auto", **QUIET, **flags)
 
 
-def test_loops_that_are_not_ours_are_refused():
-    with pytest.raises(ValueError, match="can't repeat a step that is done with a profiler"):
-        fit(Hungry(), "single", 1, profiler="simple")
+def test_a_step_that_a_profiler_times_is_repeated():
+    module = Hungry(most=3)
+    fit(module, "single", 1, profiler="simple")
+    assert largest_difference(weights(module), plain_loop()) <= TOLERANCE
+
+
+def test_the_first_step_of_a_resumed_run_is_repeated(tmp_path):
+    fit(Hungry(), "single", 1, max_epochs=-1, max_steps=1).save_checkpoint(tmp_path / "saved")
+    module = Hungry(most=3, from_step=1)
+    engine = Engine(global_batch_size=BATCH, micro_batch_size="auto", max_epochs=EPOCHS, **QUIET)
+    engine.fit(module, DataLoader(data(), batch_size=4), ckpt_path=tmp_path / "saved")
+    assert largest_difference(weights(module), plain_loop()) <= TOLERANCE
+
+
+def test_steps_by_hand_are_refused():
+    class ByHand(Hungry):
+        automatic_optimization = False
+
+    with pytest.raises(ValueError, match="can't repeat a step that is done with manual optimization"):
+        fit(ByHand(), "single", 1)
 
 
 def test_other_errors_stay_what_they_are():

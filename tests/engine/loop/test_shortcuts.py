@@ -26,7 +26,8 @@ OWNERS = {
 }
 CHAINS = [
     *(("module", name) for name in ("training_step", "backward", "optimizer_step", "optimizer_zero_grad")),
-    *(("strategy", name) for name in ("training_step", "backward", "pre_backward", "post_backward", "optimizer_step")),
+    *(("strategy", name) for name in ("training_step", "post_training_step", "optimizer_step")),
+    *(("strategy", name) for name in ("backward", "pre_backward", "post_backward")),
     *(("precision", name) for name in ("train_step_context", "forward_context", "pre_backward", "backward")),
     *(("precision", name) for name in ("post_backward", "optimizer_step")),
     ("optimizer", "step"),

@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.profilers import SimpleProfiler
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
@@ -250,18 +251,35 @@ def test_lbfgs_calls_its_closure_several_times(same, accumulate):
     assert len(found["seen"]) > found["step"]
 
 
-def test_simple_profiler_sees_the_same_actions(tmp_path):
+def actions(tmp_path, make: Any, loader: Any = None, **flags: Any) -> dict[str, int]:
+    """How often a profiler has seen each action, which is the same under both trainers."""
     found = []
+    tmp_path.mkdir(exist_ok=True)
     for trainer_class in TRAINERS:
         profiler = SimpleProfiler()
-        trainer = trainer_of(trainer_class, tmp_path / trainer_class.__name__, profiler=profiler)
-        trainer.fit(Small(), rows(), rows(2))
+        trainer = trainer_of(trainer_class, tmp_path / trainer_class.__name__, profiler=profiler, **flags)
+        trainer.fit(make(), rows() if loader is None else loader(), rows(2))
         durations = profiler.recorded_durations
         # The engine has a callback of its own, which the stock trainer lacks.
         found.append({_named(n): len(durations[n]) for n in durations if "RunSummary" not in n})
     assert found[0] == found[1]
-    assert found[0]["run_training_batch"] == 8
-    assert found[0]["[LightningModule]Small.optimizer_step"] == 8
+    return found[1]
+
+
+def test_simple_profiler_sees_the_same_actions(tmp_path):
+    found = actions(tmp_path, Small)
+    assert found["run_training_batch"] == 8
+    assert found["[LightningModule]Small.optimizer_step"] == 8
+    assert found["[TrainingEpochLoop].train_dataloader_next"] == 8
+
+
+@pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter`", "ignore:Found `dataloader_iter` argument")
+def test_so_it_does_in_unusual_runs(tmp_path):
+    assert actions(tmp_path / "by hand", ByHand)["optimizer_step"] == 8
+    windows = actions(tmp_path / "windows", Small, accumulate_grad_batches=2, gradient_clip_val=0.1)
+    assert windows["[LightningModule]Small.configure_gradient_clipping"] == 4
+    assert actions(tmp_path / "iterator", lambda: TakesIterator())["run_training_batch"] == 8
+    assert actions(tmp_path / "stream", Small, lambda: DataLoader(Stream(), batch_size=4))["run_training_batch"] == 8
 
 
 def _named(action: str) -> str:
@@ -289,6 +307,52 @@ class TakesIterator(Notes):
 @pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter`", "ignore:Found `dataloader_iter` argument")
 def test_a_step_that_takes_the_iterator(same):
     assert len(same(TakesIterator)["seen"]) == 12
+
+
+@pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter`", "ignore:Found `dataloader_iter` argument")
+@pytest.mark.parametrize("flags", [{}, {"limit_train_batches": 2}], ids=str)
+def test_a_step_that_reads_until_its_stream_has_ended(same, flags):
+    same(TakesIterator, lambda: DataLoader(Stream(), batch_size=4), **flags)
+
+
+class StepsItself(SingleDeviceStrategy):
+    """Called after each micro-batch, as DeepSpeed's strategy is; steps after every second one."""
+
+    handles_gradient_accumulation = True
+
+    def __init__(self) -> None:
+        super().__init__(device="cpu")
+        self.seen: list[int] = []
+
+    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **_: Any) -> Any:
+        loss = closure()
+        self.seen.append(self.lightning_module.global_step)
+        if len(self.seen) % 2 == 0:
+            optimizer.step()
+        return loss
+
+
+def test_a_strategy_that_accumulates_gradients_itself(tmp_path):
+    class Schedules(Notes):
+        def configure_optimizers(self):
+            optimizer = super().configure_optimizers()
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+        def on_before_zero_grad(self, optimizer):
+            self.seen.append("zero")
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            self.seen.append((outputs["loss"], self.trainer.global_step))
+
+    found = []
+    for trainer_class in TRAINERS:
+        strategy, module, folder = StepsItself(), Schedules(), tmp_path / trainer_class.__name__
+        trainer = trainer_of(trainer_class, folder, strategy=strategy, accumulate_grad_batches=2)
+        trainer.fit(module, rows(), rows(2))
+        found.append((strategy.seen, exactly(module.seen), outcome(trainer, module, folder)))
+    assert found[0] == found[1]
+    assert found[0][0] == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
 class TakesBatchOnly(Notes):
