@@ -95,9 +95,11 @@ class Log:
         hook = self._module.__dict__["_current_fx_name"]
         site: Any = None
         if results is not None and connector._first_loop_iter is False:
+            # Lightning requires a size of the batch, any, in a step with a `dataloader_iter`.
             site = (
                 hook, name, results.dataloader_idx, type(value), prog_bar, logger, on_step, on_epoch, reduce_fx,
-                enable_graph, sync_dist, sync_dist_group, add_dataloader_idx, metric_attribute, rank_zero_only,
+                enable_graph, sync_dist, sync_dist_group, add_dataloader_idx, batch_size is None, metric_attribute,
+                rank_zero_only,
             )  # fmt: skip
             try:
                 validated = self._sites.get(site)

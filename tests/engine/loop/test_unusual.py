@@ -315,6 +315,18 @@ def test_a_step_that_reads_until_its_stream_has_ended(same, flags):
     same(TakesIterator, lambda: DataLoader(Stream(), batch_size=4), **flags)
 
 
+@pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter`", "ignore:Found `dataloader_iter` argument")
+def test_a_step_that_takes_the_iterator_is_asked_for_the_size_of_each_batch_that_it_logs(same):
+    class LogsTwice(TakesIterator):
+        def training_step(self, dataloader_iter):
+            loss = self.loss(next(dataloader_iter)[0])
+            self.log("loss", loss, batch_size=4)
+            self.seen.append(error_of(self.log, "loss", loss))
+            return loss
+
+    assert [type_and_text[0] for type_and_text in same(LogsTwice)["seen"][:4]] == ["MisconfigurationException"] * 4
+
+
 class StepsItself(SingleDeviceStrategy):
     """Called after each micro-batch, as DeepSpeed's strategy is; steps after every second one."""
 
