@@ -40,15 +40,13 @@ ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
     f"{_LOOPS}.fit_loop:_FitLoop": (
         "_combined_loader_states_to_load",
         "_data_source",
-        "_should_accumulate",
     ),
     f"{_LOOPS}.evaluation_loop:_EvaluationLoop": ("_max_batches", "_results", "_seen_batches_per_dataloader"),
     f"{_LOOPS}.training_epoch_loop:_TrainingEpochLoop": (
         "_batches_that_stepped",
         "_build_kwargs",
         "_is_training_done",
-        "_on_after_fetch",
-        "_on_before_fetch",
+        "_num_ready_batches_reached",
         "_restarting",
         "_save_loggers_on_train_batch_end",
         "_warning_cache",

@@ -350,6 +350,7 @@ class _Epoch:
         hook = overridden(trainer.strategy, Strategy, "on_train_batch_start")
         self._calls_strategy = hook is not None or self._hooks.is_profiled
         self._training_step: Any = None
+        self._skips_validation = False
         self._is_automatic = trainer.lightning_module.automatic_optimization
         progress = (
             loop.automatic_optimization.optim_progress.optimizer.step
@@ -408,7 +409,7 @@ class _Epoch:
         if loop.val_loop.restarted_mid_evaluation:
             return True
         if loop.restarted_on_last:  # saved after this validation
-            loop._skip_next_val = True
+            self._skips_validation = True
             return True
         loop.val_loop.increment_progress_to_evaluation_end()
         return False
@@ -612,8 +613,8 @@ class _Epoch:
 
     def _validate(self, ends_window: bool) -> None:
         trainer, loop, connector = self._trainer, self._loop, self._connector
-        is_due = loop._should_check_val_fx(self._fetcher) and not loop._skip_next_val
-        loop._skip_next_val = False
+        is_due = loop._should_check_val_fx(self._fetcher) and not self._skips_validation
+        self._skips_validation = False
         if not is_due:
             loop.rng_state_before_validation = None
             return
