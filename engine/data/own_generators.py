@@ -9,7 +9,7 @@ import operator
 import random
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import compress, islice
 from typing import Any
 
 import numpy as np
@@ -104,8 +104,9 @@ class OwnGenerators:
         if not are_same or self._found is None:
             self._found, containers = _search(self.data)
             # A module has about ten empty dictionaries.
-            self._empty = [each[0] for each in containers if isinstance(each[0], (list, dict)) and not each[3]]
-            self._containers = [each for each in containers if not isinstance(each[0], (list, dict)) or each[3]]
+            empty = [not values and isinstance(owner, (list, dict)) for owner, _, _, values in containers]
+            self._empty = [container[0] for container in compress(containers, empty)]
+            self._containers = list(compress(containers, map(operator.not_, empty)))
         return self._found
 
     def states(self) -> dict[str, Any]:
