@@ -91,7 +91,7 @@ def test_each_package_has_its_folder_and_its_types_marker():
 
 
 def test_the_version_is_written_once():
-    assert PROJECT["project"]["dynamic"] == ["version"]
+    assert PROJECT["project"]["dynamic"] == ["version", "readme"]
     assert "version" not in PROJECT["project"]
     assert PROJECT["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "engine.version.__version__"}
     assert importlib.metadata.version("polyphase") == polyphase.engine.__version__
