@@ -38,6 +38,11 @@ ROWS = (
     "diloco:sync_every=16,warmup={tenth}",
     "diloco:sync_every=64,warmup={tenth}",
     "diloco:sync_every=16 int8",
+    "diloco:sync_every=16 sign",
+    "diloco:sync_every=16 topk:0.05",
+    "diloco:sync_every=16 topk:0.125,chunk=512,bits=2",
+    "local_sgd:sync_every=16 topk:0.125,chunk=512,bits=2,decay=0.95",
+    "local_sgd:sync_every=16 topk:0.05,chunk=4096,bits=2,decay=0.95",
 )
 
 

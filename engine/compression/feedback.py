@@ -1,7 +1,10 @@
 """Error feedback: values that a lossy method has not sent are added to the next gradients (arXiv:1901.09847).
 
 Without it, unsent values are lost and training is biased. The tests check this invariant: averages x ranks + all
-residuals = all gradients + all earlier residuals.
+residuals = all gradients + decay x all earlier residuals.
+
+With a decay below 1, gradients that are not sent for long are forgotten, and what is sent late is a sum with falling
+weights: a momentum, for which SparseLoCo (arXiv:2508.15706) does without another one.
 """
 
 from abc import abstractmethod
@@ -11,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..flags import check_count
+from ..flags import check_count, check_number
 from .base import CommHook, ParameterState
 from .counting_group import Bucket, CountingGroup
 
@@ -25,15 +28,21 @@ class ErrorFeedbackHook(CommHook):
         feedback: keep the rest, 4 bytes per parameter in fp32; otherwise it is lost.
         start: number of steps with plain all-reduce before compression begins, because early gradients change too fast
             for delayed values; a tenth of a run is usual.
+        decay: the rest is multiplied by it before it is added to the next gradients.
     """
 
     works_in_place: ClassVar[bool] = False
     """Whether `exchange` takes the gradients themselves as `total`, if the rest is not kept."""
 
-    def __init__(self, feedback: bool = True, start: int = 0) -> None:
+    def __init__(self, feedback: bool = True, start: int = 0, decay: float = 1.0) -> None:
         super().__init__()
         self.feedback = feedback
         self.start = check_count(f"{self.name}:start", start, least=0)
+        self.decay = check_number(f"{self.name}:decay", decay, above=0, most=1)
+        if decay != 1 and not feedback:
+            raise ValueError(
+                f"{self.name}:decay={decay:g} is of the rest that feedback=false does not keep: leave out one of them."
+            )
         self._residuals = ParameterState(lambda bucket: {member: member.numel for member in bucket.members})
 
     def memories(self) -> dict[str, ParameterState]:
@@ -66,11 +75,11 @@ class ErrorFeedbackHook(CommHook):
         """Exchanges, and writes the unsent rest to `total`."""
         gradients = bucket.gradients
         if self._scaler is None:
-            self.exchange(torch.add(gradients, residual, out=total), bucket, wire)
+            self.exchange(torch.add(gradients, residual, alpha=self.decay, out=total), bucket, wire)
             return
         # Residuals are kept without the loss scale, since the scale may differ at the next step.
         scale = self._scaler.scale(torch.ones((), device=gradients.device)).to(gradients.dtype)
-        self.exchange(torch.addcmul(gradients, residual, scale, out=total), bucket, wire)
+        self.exchange(torch.addcmul(gradients, residual, scale, value=self.decay, out=total), bucket, wire)
         total.div_(scale)
 
 

@@ -60,6 +60,14 @@ class _TopKOptions:
 
     density: float = 0.01
     """Share of the values that are sent; the values of largest magnitude are sent."""
+    chunk: int = 0
+    """Search the largest of each so many values of a parameter, which shortens their indices (12 bits at 4096); 0: the
+    largest of the whole parameter, with indices of 32 bits."""
+    bits: int = 0
+    """Bits of each value, from 1 to 8: a sign, and a magnitude between two scales that each chunk has, or without
+    chunks each parameter; 0: all bits of its dtype."""
+    decay: float = 1.0
+    """Multiply the unsent part by it before it is added to the next gradient."""
     start: int = 0
     """Number of optimizer steps without compression at the beginning."""
     feedback: bool = True
@@ -130,7 +138,8 @@ ROWS: dict[str, HookRow] = {
     "topk": HookRow(
         load=_class(".topk:TopK"),
         description=(
-            "the largest values and their places, with error feedback: topk[:density][,start=steps]; density 0.01"
+            "the largest values and their places, with error feedback:"
+            " topk[:density][,chunk=values][,bits=bits][,decay=factor][,start=steps]; density 0.01"
         ),
         options=_TopKOptions,
         takes_dtype=True,

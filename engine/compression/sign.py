@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .counting_group import Bucket, CountingGroup, ParamSlice, accumulation_dtype, aligned
 from .feedback import ErrorFeedbackHook
+from .packing import pack_booleans
 
 __all__ = ["Sign"]
 
@@ -59,7 +60,7 @@ def _packed(parts: list[Tensor]) -> Tensor:
     scales, signs = [], []
     for part in parts:
         scales.append(part.abs().mean(1, dtype=accumulation_dtype(part.dtype)).bfloat16())
-        signs.append(_pack(part >= 0))
+        signs.append(pack_booleans(part >= 0))
     return torch.cat([torch.cat(scales).view(torch.uint8), *signs])
 
 
@@ -90,16 +91,8 @@ def _rows(member: ParamSlice) -> int:
     return rows if len(member.shape) > 1 and columns >= _SHORT_ROW else 1
 
 
-def _pack(bits: Tensor) -> Tensor:
-    """Packs booleans into bytes [ceil(n / 8)], the first one in the lowest bit; padded with False."""
-    padded = torch.nn.functional.pad(bits.flatten().view(torch.uint8), (0, -bits.numel() % 8))
-    # Eight bytes of 0 or 1 are read as one integer; this product collects their bits in the highest byte.
-    words = padded.view(torch.int64)
-    return ((words * 0x0102040810204080) >> 56).to(torch.uint8)
-
-
 def _unpack(packed: Tensor, n: int, dtype: torch.dtype) -> Tensor:
-    """Reverses `_pack`: returns `n` values, 1 for True and -1 for False."""
+    """Reverses `pack_booleans`: returns `n` values, 1 for True and -1 for False."""
     return _table(packed.device, dtype).index_select(0, packed.int()).view(-1)[:n]
 
 

@@ -33,8 +33,9 @@ STARTS = [0, *itertools.accumulate(member.numel for member in MEMBERS)][:-1]
 SIZE = sum(member.numel for member in MEMBERS)
 STEPS = 8
 
-LOSSY = ["int8:64,feedback=true", "powersgd:8,start=0", "topk:0.05", "sign"]
-ALL = ["none", "bf16", "fp16", "int8:64", *LOSSY, "powersgd:8,start=0+fp16", "topk:0.05+bf16"]
+CHUNKS = "topk:0.05,chunk=1000,bits=2"  # no parameter is a multiple of a chunk
+LOSSY = ["int8:64,feedback=true", "powersgd:8,start=0", "topk:0.05", CHUNKS, "sign"]
+ALL = ["none", "bf16", "fp16", "int8:64", *LOSSY, "powersgd:8,start=0+fp16", "topk:0.05+bf16", "topk:0.05,bits=4"]
 
 
 def hook_of(flag: str) -> CommHook:
@@ -104,6 +105,10 @@ def predicted_bytes(flag: str, size: int) -> float:
     ring = 2 * (size - 1) / size
     if flag == "topk:0.05":
         return (size - 1) * (8 * sum(round(0.05 * numel) for numel in (64 * 48, 32 * 64, 64 * 48)) + 4 * (48 + 7))
+    if flag == CHUNKS:
+        # Indices of 10 bits. 3072 values are 3 chunks and 72 values, 2048 are 2 and 48: 50 of a chunk, else 4 and 2.
+        num_sent, num_chunks = 2 * (3 * 50 + 4) + 2 * 50 + 2, 2 * 4 + 3
+        return (size - 1) * (num_sent * (2 + 10) / 8 + 4 * num_chunks + 4 * (48 + 7))
     if flag == "sign":
         return (size - 1) * (SIZE / 8 + 2 * (64 + 32 + 64) + 2 * (48 + 7))
     if flag.startswith("int8:64"):
@@ -123,7 +128,7 @@ def check_bytes(rank: int) -> None:
 
 def check_exact_at_full_rate(rank: int) -> None:
     """Nothing is lost where all is sent."""
-    for flag in ("topk:1", "powersgd:64,start=0,min_ratio=0.001"):
+    for flag in ("topk:1", "topk:1,chunk=1000", "powersgd:64,start=0,min_ratio=0.001"):
         _, averages, given = run_steps(flag, rank)
         torch.testing.assert_close(averages, given / dist.get_world_size(), atol=2e-4, rtol=1e-4)
 

@@ -1,11 +1,12 @@
 """What ranks that train alone save: resumed in mid-window, and opened under other layouts."""
 
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
 from polyphase.callbacks import Snapshot
@@ -26,6 +27,9 @@ def normed() -> LightningModule:
     return module.train()
 
 
+SPARSE = "topk:0.1,chunk=64,bits=2,decay=0.9"
+
+
 @pytest.mark.parametrize(
     ("flag", "flags"),
     [
@@ -33,6 +37,7 @@ def normed() -> LightningModule:
         ("diloco_fork:sync_every=4", {}),
         ("diloco_fork:sync_every=3,warmup=1", {"compression": "int8", "precision": "16-mixed"}),
         ("diloco_fork:sync_every=2", {"compression": "topk:0.3"}),  # saved right after an exchange
+        ("local_sgd_fork:sync_every=4", {"compression": SPARSE}),
         ("local_sgd_fork:sync_every=2,warmup=7", {}),  # saved in the warm-up
         ("ddp_fork", {}),  # whose ranks have statistics of their own, too
     ],
@@ -100,6 +105,34 @@ def test_other_layouts_go_on_from_the_mean(saved, strategy, devices, tmp_path):
             # One step of AdamW at 1e-3, which its momentum may make longer.
             assert 0 < (after["state_dict"][name] - weight).abs().max() < 5e-3
     assert all(weight.isfinite().all() for weight in module.state_dict().values())
+
+
+class Unsent(Callback):
+    """Writes down what a rank has not sent yet as training begins."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        residuals = trainer.strategy.comm_hook.state_dict()["residuals"]
+        torch.save({name: value.clone() for name, value in residuals.items()}, self.folder / str(trainer.global_rank))
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4])
+def test_other_ranks_owe_the_mean_of_what_was_not_sent(devices, tmp_path):
+    flags = {"strategy": "local_sgd_fork:sync_every=4", "compression": SPARSE}
+    fit(normed(), "local_sgd_fork:sync_every=4", 9, compression=SPARSE, callbacks=[Saves(tmp_path / "six", 6)])
+    saved = [rank["compression"]["residuals"] for rank in load_checkpoint(tmp_path / "six")["polyphase"]["ranks"]]
+    engine = Engine(devices=devices, max_steps=9, callbacks=[Unsent(tmp_path)], **flags, **QUIET)
+    engine.fit(normed(), loader("mlp", 1, devices), ckpt_path=tmp_path / "six")
+    for rank in range(devices):
+        found = torch.load(tmp_path / str(rank), weights_only=True)
+        assert found.keys() == saved[0].keys()
+        for name, value in found.items():
+            of_ranks = torch.stack([residuals[name] for residuals in saved])
+            expected = of_ranks[rank] if devices == 2 else of_ranks.mean(0)
+            torch.testing.assert_close(value.flatten(), expected.flatten(), atol=0, rtol=0)
+    assert all(value.any() for name, value in saved[0].items() if name.endswith("2.weight"))
 
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")

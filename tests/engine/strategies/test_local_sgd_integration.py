@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from tests.engine.tiny import QUIET, Regression, rows
 from tests.pairs import nightly
 
 Outer = Callable[[list[Tensor], list[Tensor]], None]
+Send = Callable[[int, list[Tensor]], list[Tensor]]
 
 
 class Mean:
@@ -55,21 +57,62 @@ class Momentum(Nesterov):
             a += self.lr * (d + self.momentum * v) - self.lr * v
 
 
+class Largest:
+    """SparseLoCo, value by value: what is sent of each rank's change. Two levels of magnitude a chunk."""
+
+    def __init__(self, density: float, chunk: int, decay: float) -> None:
+        self.density, self.chunk, self.decay = density, chunk, decay
+        self.rests: dict[int, list[Tensor]] = {}
+
+    def __call__(self, rank: int, change: list[Tensor]) -> list[Tensor]:
+        rests = self.rests.setdefault(rank, [torch.zeros_like(d) for d in change])
+        sent = []
+        for rest, d in zip(rests, change, strict=True):
+            rest.mul_(self.decay).add_(d)
+            sent.append(rest.clone() if rest.dim() < 2 else self.largest_of(rest))
+            rest -= sent[-1]
+        return sent
+
+    def largest_of(self, rest: Tensor) -> Tensor:
+        values, sent = rest.flatten().tolist(), torch.zeros_like(rest).flatten()
+        for start in range(0, len(values), self.chunk):
+            places = range(start, min(start + self.chunk, len(values)))
+            num_sent = max(1, round(self.density * len(places)))
+            places = sorted(places, key=lambda place: -abs(values[place]))[:num_sent]
+            half = max(1, num_sent // 2)
+            high, low = (
+                rest.new_tensor([abs(values[place]) for place in each]).mean().bfloat16().item()
+                for each in (places[:half], places[-half:])
+            )
+            for place in places:
+                level = high if abs(values[place]) > (low + high) / 2 else low
+                sent[place] = math.copysign(level, values[place])
+        return sent.view_as(rest)
+
+
 def mean_of(tensors: list[list[Tensor]]) -> list[Tensor]:
     return [torch.stack(each).mean(0) for each in zip(*tensors, strict=True)]
 
 
 def by_hand(
-    num_steps: int, every: int, outer: Outer, *, warmup: int = 0, accumulate: int = 1, clip: float | None = None
+    num_steps: int,
+    every: int,
+    outer: Outer,
+    *,
+    warmup: int = 0,
+    accumulate: int = 1,
+    clip: float | None = None,
+    send: Send = lambda rank, change: change,
+    dtype: torch.dtype = torch.float32,
 ) -> dict[str, Tensor]:
     """The mean of the weights of two ranks, each of which is a plain loop over its own samples."""
-    ranks = [build("mlp") for _ in range(2)]
+    ranks = [build("mlp").to(dtype) for _ in range(2)]
     optimizers = [adamw(module) for module in ranks]
     weights = [list(module.parameters()) for module in ranks]
     anchor = [p.detach().clone() for p in weights[0]]
     batches = iter(loader("mlp", accumulate))
     for step in range(1, num_steps + 1):
-        window = [next(batches) for _ in range(accumulate)]
+        window = [[images.to(dtype), classes] for images, classes in (next(batches) for _ in range(accumulate))]
         for rank, module in enumerate(ranks):
             module.zero_grad()
             for batch in window:
@@ -87,7 +130,8 @@ def by_hand(
             if step == warmup:
                 anchor = [p.clone() for p in weights[0]]
             if step > warmup and (step - warmup) % every == 0:
-                outer(anchor, mean_of([[a - x for a, x in zip(anchor, own, strict=True)] for own in weights]))
+                changes = [[a - x for a, x in zip(anchor, own, strict=True)] for own in weights]
+                outer(anchor, mean_of([send(rank, change) for rank, change in enumerate(changes)]))
                 for own in weights:
                     for a, x in zip(anchor, own, strict=True):
                         x.copy_(a)
@@ -120,6 +164,33 @@ def test_each_rank_is_a_plain_loop_between_exchanges_by_hand(flag, outer, argume
     fit(module, flag, accumulate=arguments.get("accumulate", 1), gradient_clip_val=arguments.get("clip"))
     expected = by_hand(8, every, outer(), **arguments)
     assert largest_difference(module.state_dict(), expected) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("flag", "compression", "outer", "send", "arguments"),
+    [
+        (
+            "local_sgd_fork:sync_every=2", "topk:0.125,chunk=512,bits=2,decay=0.95", Mean,
+            Largest(0.125, 512, 0.95), {},
+        ),
+        # No parameter is a multiple of a chunk, some are shorter than one; each is in a bucket of its own.
+        (
+            "local_sgd_fork:sync_every=2,bucket_cap_mb=0.001", "topk:0.1,chunk=700,bits=2,decay=0.5", Mean,
+            Largest(0.1, 700, 0.5), {"accumulate": 2, "clip": 0.05, "warmup": 2},
+        ),
+        ("diloco_fork:sync_every=2", "topk:0.2,chunk=100,bits=2", Nesterov, Largest(0.2, 100, 1), {}),
+    ],
+)  # fmt: skip
+def test_what_is_sent_of_a_change_by_hand(flag, compression, outer, send, arguments):
+    module = build("mlp")
+    accumulate, clip = arguments.get("accumulate", 1), arguments.get("clip")
+    warmup = f",warmup={arguments.get('warmup', 0)}"
+    # After Adam's first steps many changes are of nearly one size: in float32 rounding decides which are the largest.
+    flags = {"gradient_clip_val": clip, "precision": "64-true", "compression": compression}
+    fit(module, flag + warmup, accumulate=accumulate, **flags)
+    expected = by_hand(8, 2, outer(), send=send, dtype=torch.float64, **arguments)
+    assert largest_difference(module.state_dict(), expected) <= TOLERANCE
+    assert max(rest.abs().max() for rests in send.rests.values() for rest in rests) > 100 * TOLERANCE
 
 
 def test_all_of_a_run_as_a_warm_up_is_ddp():
@@ -240,6 +311,18 @@ def test_what_is_exchanged_is_compressed(compression, share, plain, tmp_path):
     assert 0 < largest_difference(plain, compressed.state_dict()) < 3e-2
 
 
+def test_values_of_two_bits_and_short_indices_are_counted_as_they_are_sent(tmp_path):
+    compression = "topk:0.125,chunk=512,bits=2,decay=0.95"
+    num_bytes, _, figures = sent(
+        tmp_path / "sent", "local_sgd_fork:sync_every=2", compression=compression, default_root_dir=tmp_path
+    )
+    # Of 64 x 32, 32 x 32 and 32 x 10 weights: 64 values of each whole chunk, and 40 of the last matrix, a shorter one.
+    num_chunks, num_sent = 4 + 2 + 1, 6 * 64 + 40
+    in_an_exchange = 4 * num_chunks + num_sent * 2 / 8 + num_sent * 9 / 8 + 4 * (32 + 32 + 10)
+    assert num_bytes == 4 * in_an_exchange
+    assert figures["communication/sent_mb"] == pytest.approx(in_an_exchange / 2 / 1e6)
+
+
 # --- what is seen of it from outside
 
 
@@ -287,6 +370,42 @@ def test_what_is_validated_is_the_mean_and_each_rank_goes_on_with_its_own(tmp_pa
     for name, value in module.state_dict().items():
         if value.is_floating_point():
             torch.testing.assert_close(value, (own[0][name] + own[1][name]) / 2)
+
+
+class Various(MLP):
+    """Parameters of two dtypes, a frozen one, and a matrix that is shorter than a chunk."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.net[2].double()
+        self.net[0].bias.requires_grad_(False)
+        self.small = nn.Parameter(torch.ones(1, 3))
+        self.folder = folder
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        images, classes = batch
+        hidden = self.net[1](self.net[0](images.flatten(1)))
+        logits = self.net[4](self.net[3](self.net[2](hidden.double())).float())
+        return nn.functional.cross_entropy(logits * self.small.mean(), classes)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        state = copy.deepcopy(self.state_dict())
+        torch.save(state, self.folder / f"{self.trainer.global_step}-{self.trainer.global_rank}")
+
+
+@pytest.mark.parametrize("flag", ["local_sgd_fork:sync_every=2", "diloco_fork:sync_every=2"])
+@pytest.mark.parametrize("compression", ["topk:0.1,chunk=500,bits=2,decay=0.9", "topk:0.1,chunk=500,decay=0.9+bf16"])
+def test_after_an_exchange_all_ranks_have_the_same_weights(flag, compression, tmp_path):
+    torch.manual_seed(1)
+    module = Various(tmp_path)
+    before = copy.deepcopy(module.state_dict())
+    fit(module, flag, 6, compression=compression)
+    for step in range(1, 7):
+        own = [torch.load(tmp_path / f"{step}-{rank}", weights_only=True) for rank in range(2)]
+        different = {name for name in own[0] if not torch.equal(own[0][name], own[1][name])}
+        assert different == (set() if step % 2 == 0 else set(before) - {"net.0.bias"})
+    after = module.state_dict()
+    assert {name for name in after if torch.equal(after[name], before[name])} == {"net.0.bias"}
 
 
 # --- what goes wrong
