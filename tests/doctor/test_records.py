@@ -6,6 +6,7 @@ import json
 import pytest
 
 from polyphase.doctor import MAX_INTERVALS, Interval, compact, read_run, slowest_hooks, write_rank
+from polyphase.doctor.command import main
 from polyphase.doctor.records import Notes
 
 from .runs import info, interval
@@ -116,3 +117,11 @@ def test_a_line_is_json_with_the_fields_of_an_interval():
     record = json.loads(interval().line())
     assert record.pop("kind") == "interval"
     assert record.keys() <= {field.name for field in dataclasses.fields(Interval)}
+
+
+def test_a_schema_is_shown_as_text(tmp_path, capsys):
+    (tmp_path / "rank_0.jsonl").write_text('{"kind": "rank", "schema": "\\u001b]0;PWNED\\u0007"}\n')
+    assert main([str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert "is of schema '\\x1b]0;PWNED" in said
+    assert "\x1b" not in said

@@ -21,6 +21,7 @@ from polyphase.engine.checkpoint import CheckpointError, commands, load_checkpoi
 from polyphase.engine.checkpoint.dcp_storage import Chunk, StoredTensor, check_index
 from polyphase.engine.checkpoint.single_file import manifest_text
 from polyphase.engine.checkpoint.state_tree import excess
+from polyphase.engine.data.drawing import restore_sampler
 
 from ...pairs import nightly
 from ..tiny import QUIET, Regression, engine, rows
@@ -289,6 +290,28 @@ def test_a_file_is_whole_exactly_if_a_fit_opens_it(run, tmp_path, capsys, change
     assert commands.main(["verify", str(path)]) != 0
     with pytest.raises(CheckpointError, match=says):
         engine(max_steps=4, default_root_dir=tmp_path).fit(Regression(), rows(), ckpt_path=path)
+
+
+def test_an_accumulation_that_no_number_of_ranks_asks_for(run, tmp_path):
+    path = copied(run, tmp_path / "run") / "snapshots" / "step=4"
+    rest = torch.load(path / "rest.pt", weights_only=True)
+    rest["polyphase"]["accumulate_grad_batches"] = 10**12
+    torch.save(rest, path / "rest.pt")
+    seal(path)
+    with pytest.raises(CheckpointError, match="batches is 1000000000000, more than any number of ranks"):
+        load_checkpoint(path)
+
+
+def test_passes_of_a_sampler_that_are_too_many_to_repeat():
+    class Odd:
+        def __iter__(self) -> Any:
+            yield 0
+
+        def __len__(self) -> int:
+            return 1
+
+    with pytest.raises(CheckpointError, match=f"Odd has made {1 << 40} passes, which are too many to repeat"):
+        restore_sampler(Odd(), 1 << 40, None)
 
 
 def hostile(draw: random.Random, pieces: list[bytes]) -> bytes:

@@ -164,6 +164,19 @@ def test_a_planted_line_makes_no_run_remove_or_replace_what_another_has_saved(tm
     assert by_name["step=9"].run == run
 
 
+def test_no_name_in_the_folder_is_a_command_for_the_terminal(tmp_path, capfd):
+    train(tmp_path, 2)
+    escape = "\x1b]0;PWNED\x07"
+    for name, content in ((f"step=3{escape}", "{"), (f"step=4{escape}.damaged", "[]")):
+        (tmp_path / "snapshots" / name).mkdir()
+        (tmp_path / "snapshots" / name / "MANIFEST.json").write_text(content)
+    with pytest.warns(UserWarning, match="It is skipped") as told:
+        train(tmp_path, 3, resume="auto")
+    assert len(told) >= 2
+    assert not [warning for warning in told if "\x1b" in str(warning.message)]
+    assert "\x1b" not in "".join(capfd.readouterr())
+
+
 @pytest.mark.timeout(60)
 def test_a_pipe_in_place_of_the_index_is_not_waited_for(tmp_path):
     (tmp_path / "snapshots").mkdir()
