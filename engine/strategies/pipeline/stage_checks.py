@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.nn.modules import module as modules
 from torch.utils.data import DataLoader
@@ -21,15 +23,21 @@ _GLOBAL_HOOKS = {
 
 
 def check_optimization(module: nn.Module) -> None:
-    """Checks that a module uses automatic optimization.
+    """Checks that a module uses automatic optimization, and the backward of a pipeline.
 
     Raises:
-        ValueError: it optimizes manually.
+        ValueError: it optimizes manually, or has a `backward` of its own.
     """
     if not getattr(module, "automatic_optimization", True):
         raise ValueError(
             f"{type(module).__name__} optimizes by hand, but a pipeline runs forward and backward of several"
             " micro-batches at once: use automatic optimization, or choose another strategy, such as 'fsdp'."
+        )
+    if isinstance(module, LightningModule) and is_overridden("backward", module):
+        raise ValueError(
+            f"{type(module).__name__} has a `backward` of its own, which a pipeline can't call: each stage runs its"
+            " own part of a micro-batch. Scale the loss in `training_step`, change gradients in"
+            " on_before_optimizer_step, or choose another strategy, such as 'fsdp'."
         )
 
 

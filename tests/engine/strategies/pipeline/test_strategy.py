@@ -73,6 +73,11 @@ class Around(MLP):
         self.scale = nn.Parameter(torch.ones(()))
 
 
+class OwnBackward(MLP):
+    def backward(self, loss, *args, **kwargs):
+        (loss * 0.5).backward()
+
+
 class Sharing(MLP):
     def __init__(self) -> None:
         super().__init__()
@@ -85,6 +90,7 @@ class Sharing(MLP):
     ("strategy", "module", "flags", "message"),
     [
         ("pp", ByHand, {}, "ByHand optimizes by hand"),
+        ("pp", OwnBackward, {}, "OwnBackward has a `backward` of its own"),
         ("pp", Whole, {}, "Whole has no repeated blocks that a pipeline could be cut at"),
         (
             "pp:pipeline_size=2,schedule=interleaved,virtual_stages=4",
