@@ -29,6 +29,7 @@ def install_operator_rules() -> None:
     handlers = dispatcher._custom_op_handlers  # torch: functions that run an operator in place of its own dispatch
     rules = dispatcher.sharding_propagator.op_strategy_funcs
     _register_attention()
+    _register_chunked_loss()
     for table, replacements in (
         (handlers, dict.fromkeys((_ATTENTION, _ATTENTION_BACKWARD), _with_mask_cut)),
         (rules, {operator: functools.partial(_view, rules[operator]) for operator in _VIEWS}),
@@ -81,6 +82,19 @@ def _mask_placements(mask: Any, placement: Any) -> list[Any]:
         return []
     is_cut = isinstance(placement, Shard) and mask.ndim == 4 and mask.shape[placement.dim] > 1
     return [placement if is_cut else Replicate()]
+
+
+@functools.cache
+def _register_chunked_loss() -> None:
+    """Registers a rule for `linear_cross_entropy` in chunks, for which torch has none: each rank has all of it."""
+    import torch.nn.modules.linear_cross_entropy  # defines the operator
+
+    register_sharding(torch.ops.torch_nn._linear_cross_entropy_batch_chunked.default)(_chunked_loss)
+
+
+def _chunked_loss(x: Any, weight: Any, target: Any, bias: Any, class_weights: Any, *rest: Any) -> Any:
+    tensors = [None if tensor is None else Replicate() for tensor in (x, weight, target, bias, class_weights)]
+    return [([Replicate()] * 4, tensors + [None] * len(rest))]
 
 
 def _with_mask_cut(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
