@@ -97,7 +97,7 @@ class _Chunks(NamedTuple):
 
 
 class _Message:
-    """What is sent of a run of parameters, and how: it follows from their shapes, so that all ranks agree on it."""
+    """The message for a run of parameters: its parts follow from their shapes, so that all ranks agree on them."""
 
     def __init__(self, hook: TopK, run: Bucket, dtype: torch.dtype) -> None:
         self._bits, self._dtype = hook.bits, dtype
