@@ -37,6 +37,8 @@ NAMES = "optimizer_parameters"
 
 _MARK = "__tensor__"
 _MANY_BYTES = 1 << 20
+_MOST_DEPTH = 200
+"""Deeper values exceed Python's recursion limit in `copy.deepcopy` and the like, so they could not be saved either."""
 _ALWAYS = ("state_dict", "optimizer_states", "current_model_state")
 _AVERAGE = "average_model_state"
 """Lightning: the key of an average in the state of `StochasticWeightAveraging`."""
@@ -203,6 +205,8 @@ def excess(value: Any, most_values: int, most_bytes: int) -> str | None:
             numbers[key] = min(number, most_values + 1)
         elif key in around:
             return "has a value that contains itself"
+        elif len(around) > _MOST_DEPTH:
+            return f"is nested more than {_MOST_DEPTH} deep"
         elif key not in numbers and isinstance(part, _CONTAINERS):
             inner = [*part, *part.values()] if isinstance(part, dict) else part
             if _VALUES.issuperset(map(type, inner)):  # such as the thousands of marks of tensors

@@ -210,6 +210,10 @@ def test_what_is_too_much():
     assert excess([shared] * 5, 100, 0) is None
     assert "repeats" in str(excess([shared] * 5, 50, 0))
     assert "contains itself" in str(excess(loop, 100, 0))
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    assert "nested more than 200 deep" in str(excess({"state": [deep]}, 1 << 20, 0))
     assert "larger than the file" in str(excess([torch.zeros(1).expand(1000)], 100, 3995))
     assert excess([torch.zeros(1).expand(1000)], 100, 3996) is None
 
