@@ -412,6 +412,8 @@ class _WorkerLauncher(_MultiProcessingLauncher):
             module = trainer.lightning_module
             make_room(module)
             _make_places(module, shapes)
+            if str(trainer.precision).endswith("-true"):  # as in the workers: the weights would be rounded to 32 bits
+                trainer.precision_plugin.convert_module(module)
         super()._recover_results_in_main_process(worker_output, trainer)
 
     # Lightning: _MultiProcessingLauncher.get_extra_results, which returns only the metrics of callbacks.

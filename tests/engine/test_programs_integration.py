@@ -156,3 +156,9 @@ def test_what_an_optimizer_keeps_under_a_word_is_saved(tmp_path):
     fit(Engine, CountedSteps, [SavesBefore(path)], strategy="fsdp_fork", devices=2)
     resumed = fit(Engine, CountedSteps, strategy="zero1_fork", devices=2, resume=str(path))
     assert largest_difference(resumed, fit(Trainer, CountedSteps, devices=1)) <= 1e-5
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*log_every_n_steps")
+def test_weights_of_64_bits_come_back_whole():
+    actual = fit(Engine, Blocks, strategy="ddp_fork", devices=2, precision="64-true")
+    assert largest_difference(actual, fit(Trainer, Blocks, devices=1, precision="64-true")) <= 1e-12
