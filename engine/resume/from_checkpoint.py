@@ -16,6 +16,7 @@ from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.core import saving
 
 from ..checkpoint import CheckpointError, is_directory, load_checkpoint
+from ..checkpoint.manifest import damage
 from ..checkpoint.single_file import OURS
 from ..checkpoint.whole import NotPlainError, read_file
 
@@ -29,8 +30,10 @@ _load_file = saving.pl_load  # Lightning: `_load_from_checkpoint` opens every pa
 def _load(path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
     checkpoint = _opened(path, map_location, weights_only)
     if weights_only is not False and isinstance(checkpoint, dict):
-        for name in _HYPER_PARAMETERS:
-            if isinstance(checkpoint.get(name), dict):
+        for name in ("state_dict", *_HYPER_PARAMETERS):
+            if not isinstance(checkpoint.get(name, {}), dict):
+                raise damage(path, f"its {name} is a {type(checkpoint[name]).__name__} in place of a dict")
+            if name in _HYPER_PARAMETERS and name in checkpoint:
                 _refuse_imports(checkpoint[name], path)
     if isinstance(checkpoint, dict):
         checkpoint.pop(OURS, None)

@@ -233,6 +233,14 @@ def test_hyper_parameters_run_and_import_nothing(tmp_path, monkeypatch, values, 
     assert "planted" not in sys.modules
 
 
+@pytest.mark.parametrize("name", ["state_dict", "hyper_parameters"])
+def test_an_entry_that_is_no_dictionary_is_named(tmp_path, name):
+    content = {"pytorch-lightning_version": "2.6.6", "state_dict": Activated().state_dict(), name: [1]}
+    torch.save(content, tmp_path / "x.ckpt")
+    with pytest.raises(CheckpointError, match=f"its {name} is a list in place of a dict"):
+        Activated.load_from_checkpoint(tmp_path / "x.ckpt")
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_hyper_parameters_name_classes_that_annotations_allow(tmp_path):
     values = {"_instantiator": BY_CLI, "activation": {"class_path": "torch.nn.modules.activation.ReLU"}}
