@@ -219,7 +219,9 @@ def _hook_that_calls_the_model() -> str | None:
     """Returns ``"Class.hook"`` of a hook of the user's that runs a forward outside of the steps; None without one."""
     runs_forward = False
     for frame in filter(is_users, _frames()):
-        name, owner = frame.f_code.co_name, frame.f_locals.get("self")
+        code = frame.f_code
+        name = code.co_name
+        owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None  # self, whatever its name is
         runs_forward |= name == "forward"
         if name.startswith("on_") and isinstance(owner, (LightningModule, Callback)):
             return f"{type(owner).__name__}.{name}" if runs_forward else None
