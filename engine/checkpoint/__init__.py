@@ -9,15 +9,8 @@ from ..registration import import_on_access
 
 if TYPE_CHECKING:
     from .checked_io import absolute
-    from .manifest import (
-        CheckpointError,
-        Manifest,
-        NewerFormatError,
-        find,
-        is_checkpoint,
-        is_directory,
-        read_manifest,
-    )
+    from .errors import CheckpointError, NewerFormatError
+    from .manifest import Manifest, find, is_checkpoint, is_directory, read_manifest
     from .publish import lock, repair
     from .rng import get_random_state, host_state, seed_rank_stream, set_random_state
     from .saver import AsyncCheckpointer, load_checkpoint
@@ -50,9 +43,9 @@ __getattr__ = import_on_access(
     __name__,
     {
         "NAMES": "state_tree",
-        "CheckpointError": "manifest",
+        "CheckpointError": "errors",
         "Manifest": "manifest",
-        "NewerFormatError": "manifest",
+        "NewerFormatError": "errors",
         "AsyncCheckpointer": "saver",
         "absolute": "checked_io",
         "by_name": "state_tree",

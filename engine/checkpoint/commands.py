@@ -17,16 +17,8 @@ from rich.table import Table
 from ..flags import choose, did_you_mean
 from ..foreign import for_terminal
 from .checked_io import Files, resolve
-from .manifest import (
-    RANKS,
-    REST,
-    TENSORS,
-    CheckpointError,
-    Manifest,
-    is_checkpoint,
-    is_directory,
-    read_manifest,
-)
+from .errors import CheckpointError
+from .manifest import RANKS, REST, TENSORS, Manifest, is_checkpoint, is_directory, read_manifest
 from .retention import list_entries, prune
 from .single_file import SUFFIXES, wrong_in
 

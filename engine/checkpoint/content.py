@@ -13,7 +13,8 @@ from torch import Tensor
 from typing_extensions import NotRequired, Required, TypedDict
 
 from ..foreign import MOST_RANKS, Count, Positive, Range, problem
-from .manifest import CheckpointError, Manifest
+from .errors import CheckpointError
+from .manifest import Manifest
 from .single_file import MANIFEST_KEY, OURS
 from .state_tree import NAMES, is_mark, is_optimizers_own
 

@@ -31,7 +31,8 @@ from torch.futures import Future
 
 from ..foreign import MOST
 from .checked_io import Files, NotAPlainFileError
-from .manifest import TENSORS, CheckpointError, Manifest
+from .errors import CheckpointError
+from .manifest import TENSORS, Manifest
 
 __all__ = [
     "Chunk",

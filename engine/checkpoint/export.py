@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..flags import choose
 from .checked_io import Files, resolve, sync
-from .manifest import CheckpointError
+from .errors import CheckpointError
 from .saver import AsyncCheckpointer
 from .single_file import OURS, SUFFIXES
 from .state_tree import NAMES, mapped, to_lightning

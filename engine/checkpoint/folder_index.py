@@ -21,7 +21,8 @@ from typing_extensions import TypedDict
 
 from ..foreign import MOST, Count, Range, problem
 from .checked_io import Files, NotAPlainFileError, is_plain_name, resolve
-from .manifest import MANIFEST, CheckpointError, Kind, Manifest, read_manifest
+from .errors import CheckpointError
+from .manifest import MANIFEST, Kind, Manifest, read_manifest
 from .run_record import replace_file
 
 __all__ = ["FolderIndex"]

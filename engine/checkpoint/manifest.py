@@ -18,8 +18,9 @@ from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
 from ..flags import did_you_mean
-from ..foreign import MOST, for_terminal, open_plain
+from ..foreign import MOST, open_plain
 from .checked_io import Files, NotAPlainFileError, is_plain_name, resolve
+from .errors import CheckpointError, NewerFormatError, damage
 from .single_file import is_archive, manifest_text, pickle_in, size_of
 
 __all__ = [
@@ -29,13 +30,10 @@ __all__ = [
     "README",
     "REST",
     "TENSORS",
-    "CheckpointError",
     "Kind",
     "Manifest",
-    "NewerFormatError",
     "PathStatus",
     "check_may_replace",
-    "damage",
     "find",
     "is_checkpoint",
     "is_directory",
@@ -73,29 +71,6 @@ _MOST_TIME_S = 253402300799
 
 Kind = Literal["snapshot", "checkpoint", "weights"]
 _KINDS: tuple[str, ...] = get_args(Kind)
-
-
-class CheckpointError(ValueError):
-    """A checkpoint can't be opened: it is missing, damaged, or does not fit; the message says which."""
-
-    def __init__(self, message: str = "") -> None:
-        super().__init__(for_terminal(message))  # it names files, keys and versions as the checkpoint has them
-        self.is_damage = False
-        """Whether the content of the checkpoint is damaged: no run and no version can open it."""
-
-
-def damage(path: object, what: str) -> CheckpointError:
-    """Returns the error for a damaged checkpoint."""
-    error = CheckpointError(f"The checkpoint {path} is damaged: {what.rstrip('.')}.")
-    error.is_damage = True
-    return error
-
-
-class NewerFormatError(CheckpointError):
-    """A checkpoint was written by a newer version of Polyphase, which is needed to open it."""
-
-    sequence: int | None = None
-    """The number of the save, as in `Manifest`; None if the checkpoint does not say."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

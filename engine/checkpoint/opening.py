@@ -10,7 +10,8 @@ from torch import Tensor
 from .checked_io import Files, NotAPlainFileError
 from .content import check_state
 from .dcp_storage import Index, Reader, read_index
-from .manifest import RANKS, REST, CheckpointError, Manifest, damage
+from .errors import CheckpointError, damage
+from .manifest import RANKS, REST, Manifest
 from .publish import check_files
 from .single_file import HEAD, OURS
 from .state_tree import join, like, marks, structure_of, tensor_keys

@@ -27,11 +27,10 @@ from fsspec.implementations.local import LocalFileSystem
 
 from ..foreign import for_terminal
 from .checked_io import Files, naming, resolve, sync
+from .errors import CheckpointError, NewerFormatError
 from .manifest import (
     MANIFEST,
-    CheckpointError,
     Manifest,
-    NewerFormatError,
     PathStatus,
     check_may_replace,
     is_directory,

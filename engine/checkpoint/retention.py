@@ -8,17 +8,9 @@ from fsspec.implementations.local import LocalFileSystem
 
 from ..flags import check_count
 from .checked_io import resolve
+from .errors import CheckpointError, NewerFormatError
 from .folder_index import FolderIndex
-from .manifest import (
-    MANIFEST,
-    CheckpointError,
-    Manifest,
-    NewerFormatError,
-    is_file_of_ours,
-    is_reserved,
-    is_set_aside,
-    read_manifest,
-)
+from .manifest import MANIFEST, Manifest, is_file_of_ours, is_reserved, is_set_aside, read_manifest
 from .publish import LEFTOVERS, check_files, final_path_of, is_held, is_leftover, lock, remove, repair
 from .single_file import is_archive, manifest_text, wrong_in
 

@@ -33,7 +33,8 @@ from ..distributed.object_group import SELF, ObjectGroup, num_ranks
 from ..distributed.waits import waiting
 from .checked_io import Files, resolve
 from .dcp_storage import Writer, write_whole
-from .manifest import RANKS, REST, CheckpointError, Manifest, damage, parse_manifest, read_manifest
+from .errors import CheckpointError, damage
+from .manifest import RANKS, REST, Manifest, parse_manifest, read_manifest
 from .opening import Wants, check_content, open_directory, wrong_files
 from .publish import begin, discard, publish, remove, update_link
 from .single_file import wrong_in

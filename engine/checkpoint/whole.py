@@ -23,7 +23,8 @@ from torch.distributed.checkpoint.metadata import (
 from ..foreign import open_plain
 from .checked_io import resolve
 from .content import check_state
-from .manifest import CheckpointError, damage, parse_manifest
+from .errors import CheckpointError, damage
+from .manifest import parse_manifest
 from .publish import writing_file
 from .single_file import HEAD, MANIFEST_KEY, OURS, check_archive, wrong_in
 from .state_tree import NAMES, all_by_name, excess, join, like, mapped, split, structure_of, to_lightning

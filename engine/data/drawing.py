@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.utils.data import RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 
-from ..checkpoint.manifest import CheckpointError
+from ..checkpoint.errors import CheckpointError
 from ..checkpoint.rng import get_random_state, host_state, set_random_state
 from .clone_loader import classes_of_torchdata
 

@@ -33,8 +33,9 @@ from typing_extensions import TypedDict
 
 from .._compat.lightning import _convert_params, _flatten_dict
 from ..checkpoint.checked_io import Files, absolute, is_plain_name, resolve
+from ..checkpoint.errors import CheckpointError
 from ..checkpoint.folder_index import FolderIndex
-from ..checkpoint.manifest import CheckpointError, read_manifest
+from ..checkpoint.manifest import read_manifest
 from ..checkpoint.retention import list_entries
 from ..checkpoint.run_record import read_record, replace_file
 from ..distributed.environment import restart_count

@@ -46,7 +46,8 @@ from ..checkpoint import (
     to_lightning,
 )
 from ..checkpoint.engine_io import EngineIO
-from ..checkpoint.manifest import Kind, Manifest, check_may_replace, damage, manifest_bytes
+from ..checkpoint.errors import damage
+from ..checkpoint.manifest import Kind, Manifest, check_may_replace, manifest_bytes
 from ..checkpoint.publish import update_link
 from ..checkpoint.single_file import MANIFEST_KEY, MOST_TEXT_BYTES, OURS
 from ..checkpoint.state_tree import all_by_name, mapped, merged

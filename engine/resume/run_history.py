@@ -17,8 +17,9 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from ..checkpoint import AsyncCheckpointer
 from ..checkpoint.checked_io import resolve
+from ..checkpoint.errors import CheckpointError
 from ..checkpoint.folder_index import FolderIndex
-from ..checkpoint.manifest import CheckpointError, Manifest, is_checkpoint, path_status, read_manifest
+from ..checkpoint.manifest import Manifest, is_checkpoint, path_status, read_manifest
 from ..checkpoint.publish import set_aside
 from ..checkpoint.retention import Entry, list_entries
 from ..checkpoint.run_record import RunRecord, read_record, write_record
