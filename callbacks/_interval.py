@@ -51,8 +51,10 @@ class IntervalCallback(Callback):
         self._logged_step = step
         self.last = self.measure(trainer)
         if trainer.is_global_zero and self.last:
+            # Lightning: the step that the module's own values are logged with; a resumed run drops those after it.
+            batch_step = trainer.fit_loop.epoch_loop._batches_that_stepped
             for logger in trainer.loggers:
-                logger.log_metrics(self.last, step=step)
+                logger.log_metrics(self.last, step=batch_step)
 
 
 def positive_steps(value: int, otherwise: str = "") -> int:

@@ -29,6 +29,7 @@ class OptimizerMonitor(IntervalCallback):
     def __init__(self, every_n_steps: int | None = None) -> None:
         super().__init__(every_n_steps)
         self._norms: list[Tensor] = []
+        self._rates: dict[str, float] = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Looks for what the norm can be computed with."""
@@ -40,8 +41,11 @@ class OptimizerMonitor(IntervalCallback):
         )
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        """Computes the norm of the gradients if the step is logged, and clipping will not compute it."""
-        if not self._computes_norm or not self.is_due(trainer, trainer.global_step + 1):
+        """Reads the rates of a step that is logged, and computes the norm if clipping will not."""
+        if not self.is_due(trainer, trainer.global_step + 1):
+            return
+        self._rates = _rates(trainer)  # before the schedulers' step
+        if not self._computes_norm:
             return
         if trainer.gradient_clip_val and trainer.gradient_clip_algorithm != "value":
             return
@@ -56,8 +60,9 @@ class OptimizerMonitor(IntervalCallback):
     def measure(self, trainer: Trainer) -> dict[str, float]:
         """Returns the rates, and the norm, which is the same on all ranks."""
         norms, self._norms = self._norms, []
+        rates, self._rates = self._rates or _rates(trainer), {}
         clipped: Tensor | None = getattr(trainer, "grad_norm", None)
-        figures = {} if any(isinstance(c, LearningRateMonitor) for c in trainer.callbacks) else _rates(trainer)  # type: ignore[attr-defined]
+        figures = {} if any(isinstance(c, LearningRateMonitor) for c in trainer.callbacks) else rates  # type: ignore[attr-defined]
         if norms:
             figures["grad_norm"] = sum(float(norm) ** 2 for norm in norms) ** 0.5
         elif clipped is not None:

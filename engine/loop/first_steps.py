@@ -514,7 +514,9 @@ class _RateSums:
         self._handles = [optimizer.register_step_post_hook(self._add) for optimizer in self._sums]
 
     def _add(self, optimizer: Any, *_: Any) -> None:
-        before = self._sums[optimizer]
+        before = self._sums.get(optimizer)
+        if before is None:  # a copy, with the hooks of its original: a server steps those under `ps`
+            return
         rates = [group["lr"] for group in optimizer.param_groups if "lr" in group]
         before += [0.0] * (len(rates) - len(before))  # groups that were added meanwhile
         # Others are tensors of a device, which the host would wait for.

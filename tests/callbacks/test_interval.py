@@ -55,7 +55,7 @@ def test_without_an_interval_the_trainers_is_used_and_loggers_get_each_figure_on
     logger, monitor = MemoryLogger(), StepMonitor()
     quiet_trainer(monitor, logger=logger, log_every_n_steps=3).fit(TinyModule(), loader(batches(*[2] * 7)))
     assert monitor.steps == [3, 6]
-    assert logger.of("step") == [(3, {"step": 3.0}), (6, {"step": 6.0})]
+    assert logger.of("step") == [(2, {"step": 3.0}), (5, {"step": 6.0})]
 
 
 def test_steps_are_optimizer_steps():

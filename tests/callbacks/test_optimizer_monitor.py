@@ -49,10 +49,10 @@ def logged(module, *callbacks, **flags):
 def test_rates_of_each_group_and_the_norm_before_clipping(flags):
     whole = Whole()
     found = logged(TwoGroups(), whole, **flags)
-    assert [step for step, _ in found] == [2, 4]
+    assert [step for step, _ in found] == [1, 3]
     for (step, row), norm in zip(found, whole.norms[1::2], strict=True):
         assert row.pop("grad_norm") == pytest.approx(norm, rel=1e-6)
-        # The rates of the next step, as of all that is logged after one.
+        # The rates that the step was made with.
         assert row == {"lr-SGD/pg1": 0.1 * 0.5**step, "lr-SGD/pg2": 0.2 * 0.5**step}
 
 
@@ -88,7 +88,7 @@ def test_a_run_logs_both_to_tensorboard_by_default(tmp_path):
     written = EventAccumulator(str(path))
     written.Reload()
     for name in ("lr-SGD", "grad_norm"):
-        assert [event.step for event in written.Scalars(name)] == [1, 2]
+        assert [event.step for event in written.Scalars(name)] == [0, 1]
 
 
 class Looks(Callback):

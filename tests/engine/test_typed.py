@@ -30,7 +30,7 @@ class Outer(Inner, total=False):
         ({"n": 1, "kind": "b"}, Outer, "it.kind is 'b' in place of 'a' or 1"),
         ({"n": 1, "kind": []}, Outer, "it.kind is a value of type list in place of str or None"),
         ({1: 2}, dict[str, Any], "a key of it is 1 in place of str"),
-        ([0, None], list[int | str], "it[1] is None in place of int or str"),
+        ([0, None], list[bytes | int], "it[1] is None in place of bytes or int"),
     ],
 )
 def test_what_is_wrong_is_named(value, expected, says):

@@ -33,11 +33,12 @@ RANKS = {
 }
 """World size by flag; `test_registered.py` misses a strategy that is not here."""
 IN_TEST = ("fsdp", "pp", "single", "tp")
-ATTENTION = [
+RULES = [
     ["rules", "aten._scaled_dot_product_flash_attention_for_cpu.default"],
     ["rules", "aten._scaled_dot_product_flash_attention_for_cpu_backward.default"],
+    ["rules", "torch_nn._linear_cross_entropy_batch_chunked.default"],
 ]
-"""torch has no rule for the attention of CPUs. Split weights, which a module keeps after the run, need one."""
+"""For these torch has no rule. Split weights, which a module keeps after the run, need one."""
 
 
 def compared(rank: int, flag: str, num_ranks: int, path: Path) -> None:
@@ -57,6 +58,6 @@ def compared(rank: int, flag: str, num_ranks: int, path: Path) -> None:
 def test_a_run_leaves_torch_and_lightning_as_they_were(flag, tmp_path):
     num_ranks = RANKS[flag]
     run_ranks(compared, num_ranks, flag, num_ranks, tmp_path / "found", start_method="fork")
-    added = ATTENTION if "tp" in flag or "cp" in flag else []
+    added = RULES if "tp" in flag or "cp" in flag else []
     for rank in range(num_ranks):
         assert json.loads((tmp_path / f"found.{rank}").read_text()) == [[], added]

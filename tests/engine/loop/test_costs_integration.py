@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
+from lightning.pytorch.loggers import CSVLogger
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -72,7 +73,7 @@ def test_collectives_are_those_of_a_loop_by_hand(strategy, window, tmp_path):
         devices=2,
         accumulate_grad_batches=window,
         callbacks=[costs],
-        logger=True,
+        logger=CSVLogger(tmp_path),  # to TensorBoard goes the norm of shards too, for one more at each logged step
         log_every_n_steps=3,
         default_root_dir=tmp_path,
     )
