@@ -178,13 +178,6 @@ def metric_texts(metrics: dict[str, Any], number_format: str = ".4g") -> Iterato
             yield f"{name} {float(value):{number_format}}" if is_number else f"{name} {value}"
 
 
-def is_same_value(value: Any, earlier: Any) -> bool:
-    """Whether a logged value is the one that was there before: a new one is another object, or has other memory."""
-    if isinstance(value, Tensor) and isinstance(earlier, Tensor):
-        return value.data_ptr() == earlier.data_ptr()
-    return value is earlier
-
-
 class EpochLine:
     """The line that is kept of an epoch: its time and the values that it has logged, with a star at the best so far.
 
