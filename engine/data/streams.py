@@ -8,10 +8,7 @@ if each rank is to read all of it.
 import gc
 import math
 import sys
-import traceback
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from types import TracebackType
 from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
@@ -27,7 +24,6 @@ __all__ = [
     "check_not_read_whole",
     "check_own_part",
     "check_script_makes_none",
-    "naming_foreign_ranks",
     "shard_of",
 ]
 
@@ -149,41 +145,6 @@ def check_script_makes_none(num_ranks: int) -> None:
     for candidate in gc.get_objects():  # it may be anywhere: in the module, in a variable of a function
         if kind in type(candidate).__mro__:
             raise ValueError(_BEFORE_LAUNCH.format(name=type(candidate).__name__, num_ranks=num_ranks))
-
-
-@contextmanager
-def naming_foreign_ranks(rank: int, num_ranks: int, num_local: int) -> Iterator[None]:
-    """Context manager that explains why a MosaicML stream can't be created, if the stream sees a wrong rank.
-
-    The stream on the first rank of a machine creates the shared memory; if several ranks count as the first, it fails.
-
-    Args:
-        rank: this rank.
-        num_ranks: number of ranks of the run.
-        num_local: number of ranks on this machine.
-
-    Raises:
-        ValueError: in place of MosaicML's FileExistsError.
-    """
-    try:
-        yield
-    except FileExistsError as error:
-        stream = _made_in(error.__traceback__)
-        world = getattr(stream, "_unique_rank_world", None)
-        if world is None or (world.rank, world.num_ranks, world.ranks_per_node) == (rank, num_ranks, num_local):
-            raise
-        theirs, actual = (
-            f"{world.num_ranks} ({world.ranks_per_node} per machine)",
-            f"{num_ranks} ({num_local} per machine)",
-        )
-        names = {"rank": world.rank, "size": theirs, "part": rank, "num_parts": actual}
-        raise ValueError(_BY_ENVIRONMENT.format(name=type(stream).__name__, **names)) from error
-
-
-def _made_in(frames: TracebackType | None) -> Any:
-    """The MosaicML data set whose method raised an exception; None without one."""
-    owners = (frame.f_locals.get("self") for frame, _ in traceback.walk_tb(frames))
-    return next((owner for owner in owners if _is_of(owner, _MOSAICML) and hasattr(owner, "_unique_rank_world")), None)
 
 
 def _is_of(data: Any, *packages: str) -> bool:

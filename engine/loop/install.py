@@ -27,7 +27,6 @@ from .._compat.lightning import _CallbackConnector, _MultiProcessingLauncher, _p
 from ..config import EngineConfig
 from ..data.batch_sizes import BatchSizes
 from ..data.exhausted import naming_exhausted_iterators
-from ..data.streams import naming_foreign_ranks
 from ..distributed.environment import keeping_interface, rank_variables
 from ..distributed.object_group import SELF, WORLD, ObjectGroup
 from ..flags import check_count
@@ -164,9 +163,12 @@ class TrainerBase(Trainer):
         watchdog = Watchdog(self.heartbeat, self.hang_timeout_s, folder, self.world_size, self.strategy, answers)
         watchdog.start()
         try:
-            ranks = self.global_rank, self.world_size, self.num_devices
             continues_logs = allow_nonempty_folder() if checkpoints.logs.goes_on else nullcontext()
-            with continues_logs, rank_variables(*ranks), naming_foreign_ranks(*ranks), naming_exhausted_iterators():
+            with (
+                continues_logs,
+                rank_variables(self.global_rank, self.world_size, self.num_devices),
+                naming_exhausted_iterators(),
+            ):
                 results = super()._run(*args, **kwargs)
             checkpoints.saver.finish()
             watchdog.stop()

@@ -3,7 +3,6 @@
 import math
 import sys
 import warnings
-from multiprocessing.shared_memory import SharedMemory
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +19,6 @@ from polyphase.engine.data.streams import (
     check_made_for,
     check_own_part,
     check_script_makes_none,
-    naming_foreign_ranks,
     shard_of,
 )
 from polyphase.engine.errors import RefusedError
@@ -234,63 +232,6 @@ def test_mosaicmls_stream_that_the_script_makes_is_refused_before_the_script_sta
         engine(strategy="ddp", devices=2).fit(Regression(), rows())
     del stream
     check_script_makes_none(2)
-
-
-def _make_in_a_rank(memory, world):
-    """Makes a stream as MosaicML's makes itself: the shared memory is the first local rank's to make."""
-
-    class StreamingDataset(Stream):
-        __module__ = "streaming.base.dataset"
-
-        def __init__(self):
-            super().__init__(8)
-            self._unique_rank_world = world
-            SharedMemory(memory, create=True, size=8)
-
-    return StreamingDataset()
-
-
-class _InRanks(LightningDataModule):
-    def __init__(self, memory):
-        super().__init__()
-        self.memory = memory
-
-    def train_dataloader(self):
-        return _make_in_a_rank(self.memory, SimpleNamespace(rank=0, num_ranks=1, ranks_per_node=1))
-
-
-@pytest.fixture
-def memory():
-    """The name of shared memory that is there already, as where the other rank was faster."""
-    made = SharedMemory(create=True, size=8)
-    yield made.name
-    made.close()
-    made.unlink()
-
-
-def test_mosaicmls_streams_of_ranks_that_each_take_themselves_for_the_first_are_refused(memory):
-    message = (
-        r"rank 0 of 1 \(1 per machine\), but this process is rank . of 2 \(2 per machine\) of the run\. "
-        r"MosaicML's (.*\n)+.*--nproc N"
-    )
-    with pytest.raises(ProcessRaisedException, match=message):
-        engine(strategy="ddp_fork", devices=2).fit(Regression(), datamodule=_InRanks(memory))
-
-
-def test_shared_memory_of_another_run_is_mosaicmls_own_error(memory):
-    world = SimpleNamespace(rank=0, num_ranks=2, ranks_per_node=2)
-    with pytest.raises(FileExistsError, match=memory), naming_foreign_ranks(0, 2, 2):
-        _make_in_a_rank(memory, world)
-    with (
-        pytest.raises(ValueError, match=r"rank 0 of 2 .*, but this process is rank 1 of 2"),
-        naming_foreign_ranks(1, 2, 2),
-    ):
-        _make_in_a_rank(memory, world)
-
-
-def test_another_file_that_exists_is_the_users_error():
-    with pytest.raises(FileExistsError, match="mine"), naming_foreign_ranks(0, 2, 2):
-        raise FileExistsError("mine")
 
 
 class Evaluated(Regression):
