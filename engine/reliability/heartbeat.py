@@ -69,10 +69,7 @@ class Heartbeat:
         phase = self.phase
         self.clock = clock
         # Another class, so that assigning a phase costs nothing more while no clock listens.
-        if clock is None:
-            self.__class__ = Heartbeat
-        else:
-            self.__class__ = _Noting if type(clock).enter is PhaseClock.enter else _Announcing
+        self.__class__ = Heartbeat if clock is None else _Announcing
         self.phase = phase
 
     def begin(self) -> None:
@@ -167,24 +164,6 @@ class _Announcing(Heartbeat):
         self._announced = phase
         if self.clock is not None:
             self.clock.enter(phase)
-
-
-class _Noting(_Announcing):
-    """Announces each phase by the code of `PhaseClock.enter`, without a call, which would take half of the time."""
-
-    @property
-    def phase(self) -> str:
-        """The current phase: see `Heartbeat`."""
-        return self._announced
-
-    @phase.setter
-    def phase(self, phase: str) -> None:
-        self._announced = phase
-        clock = self.clock
-        if clock is not None and clock.is_open:
-            note = clock.note
-            note(phase)
-            note(clock.now())
 
 
 def stack_of(thread: int) -> list[Call]:
