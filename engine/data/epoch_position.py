@@ -1,7 +1,6 @@
 """The position of a run in its training data: a checkpoint's state of each loader, and how another run continues."""
 
 import dataclasses
-import itertools
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -18,46 +17,19 @@ from .workers import Workers, end_workers, has_workers
 
 __all__ = ["EpochPosition", "Watched", "WatchedLoaders", "controlling_sampler", "order_of", "tell_batch_sampler"]
 
-_MOST_PENDING = 64
-"""The number of batches that are recorded together: one by one they would take ten times as long."""
-
 
 class _Seen(OrderRecord):
     """The order of one pass, recorded while it is read."""
 
     def __init__(self) -> None:
-        self._pending: list[list[Any]] = []
-        self._ends = array("q")
         super().__init__()
+        self.ends = array("q")
+        """The position in the order after each batch."""
 
     def note(self, batch: list[Any]) -> None:
         """Records the next batch."""
-        self._pending.append(batch)
-        if len(self._pending) == _MOST_PENDING:
-            self._settle()
-
-    def _settle(self) -> None:
-        pending, self._pending = self._pending, []
-        if pending:
-            at = len(self._order)
-            self._ends.extend(itertools.accumulate(map(len, pending[1:]), initial=at + len(pending[0])))
-            self.add(list(itertools.chain.from_iterable(pending)))
-
-    @property
-    def order(self) -> Any:
-        """The samples or batches that were read, in their order."""
-        self._settle()
-        return self._order
-
-    @order.setter
-    def order(self, order: Any) -> None:
-        self._order = order
-
-    @property
-    def ends(self) -> "array[int]":
-        """The position in the order after each batch."""
-        self._settle()
-        return self._ends
+        self.add(batch)
+        self.ends.append(len(self.order))
 
 
 class Watched:
