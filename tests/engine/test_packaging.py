@@ -131,7 +131,6 @@ UNPICKLED = {
     "engine/checkpoint/whole.py": ["load_archive"],  # with the `weights_only` of the caller
     "engine/resume/from_checkpoint.py": ["_opened"],  # what this process has just written
     "engine/launch/process_launchers.py": ["_first_exception", "join", "take"],
-    "engine/strategies/pipeline/tree_broadcast.py": ["broadcast"],
     "engine/strategies/ps/rpc.py": ["_Unpickler"],
 }
 """All that may unpickle more than plain values, each in docs/security.md."""

@@ -1,12 +1,10 @@
 """Broadcasts nested values from the last stage to all stages: loss, logged values, outputs.
 
 Phases of `TreeBroadcast.broadcast`, each a broadcast from the last stage:
-1. host to host, 16 bytes: the number of the value's form (its structure, with a slot for each tensor), and its size;
-2. host to host, only for a new form: the form itself;
-3. the tensors, one message for each dtype.
+1. host to host, two messages: the value's form (its structure, with a slot for each tensor), pickled;
+2. the tensors, one message for each dtype.
 """
 
-import pickle
 from collections import defaultdict
 from typing import Any, NamedTuple
 
@@ -16,8 +14,6 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 __all__ = ["TensorSlot", "TreeBroadcast", "flatten_tree", "unflatten_tree"]
-
-_MAX_FORMS = 64
 
 
 class TensorSlot(NamedTuple):
@@ -58,20 +54,18 @@ class TreeBroadcast:
         self._group, self._hosts, self._device = group, hosts, device
         self._source = dist.get_global_rank(group, source)
         self._is_source = dist.get_rank() == self._source
-        self._numbers: dict[bytes, int] = {}
-        self._forms: list[bytes] = []
 
     def broadcast(self, value: Any = None) -> Any:
         """Returns the source's value on all ranks."""
         form, tensors = flatten_tree(value)
-        content = self._broadcast_form(pickle.dumps(form) if self._is_source else b"")
+        message = [form]
+        dist.broadcast_object_list(message, self._source, group=self._hosts)
         if not self._is_source:
-            form = pickle.loads(content)  # noqa: S301  # from a rank of this job: see docs/security.md, What is unpickled
-            tensors = []
+            (form,), tensors = message, []
         slots: dict[torch.dtype, list[TensorSlot]] = defaultdict(list)
         apply_to_collection(form, TensorSlot, lambda slot: slots[slot.dtype].append(slot))
         received: dict[int, Tensor] = {}
-        for dtype, of_dtype in slots.items():  # phase 3
+        for dtype, of_dtype in slots.items():  # phase 2
             numels = [torch.Size(slot.shape).numel() for slot in of_dtype]
             if self._is_source:
                 flat = torch.cat([tensors[slot.number].detach().reshape(-1).to(self._device) for slot in of_dtype])
@@ -81,23 +75,3 @@ class TreeBroadcast:
             for slot, values in zip(of_dtype, flat.split(numels), strict=True):
                 received[slot.number] = values.view(slot.shape)
         return unflatten_tree(form, [received[index] for index in range(len(received))])
-
-    def _broadcast_form(self, content: bytes) -> bytes:
-        """Returns the source's pickled form on all ranks: phases 1 and 2."""
-        number = self._numbers.get(content, -1) if self._is_source else 0
-        header = torch.tensor([number, len(content)])
-        dist.broadcast(header, self._source, group=self._hosts)
-        number, size = header.tolist()
-        if number >= 0:
-            return self._forms[number]
-        raw = torch.frombuffer(bytearray(content), dtype=torch.uint8) if self._is_source else None
-        if raw is None:
-            raw = torch.empty(size, dtype=torch.uint8)
-        dist.broadcast(raw, self._source, group=self._hosts)
-        content = raw.numpy().tobytes()
-        if len(self._forms) == _MAX_FORMS:  # the forms seem to never repeat
-            self._forms.clear()
-            self._numbers.clear()
-        self._numbers[content] = len(self._forms)
-        self._forms.append(content)
-        return content
