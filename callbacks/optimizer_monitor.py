@@ -18,7 +18,7 @@ __all__ = ["OptimizerMonitor"]
 class OptimizerMonitor(IntervalCallback):
     """Logs the learning rates and `grad_norm`, the norm of all gradients before clipping, at the logged steps.
 
-    The engine adds one where a run logs to TensorBoard, unless there is one already. The names of rates are those of
+    The engine adds one to its default logger (`logger=True`), unless there is one. The names of rates are those of
     Lightning's `LearningRateMonitor` (``lr-AdamW``, ``lr-AdamW/pg1``); if the trainer has that callback, it logs them.
     If gradients are clipped by norm, the strategy has computed it; otherwise it is computed for the logged steps only:
     phase 1: each rank computes the norm of its gradients, before the optimizer's step; if they are sharded, an

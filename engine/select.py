@@ -14,7 +14,6 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.accelerators import AcceleratorRegistry, CPUAccelerator
 from lightning.pytorch.callbacks import ProgressBar
-from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy, StrategyRegistry
@@ -331,7 +330,8 @@ def with_defaults(
 
 def default_run_callbacks(config: EngineConfig, callbacks: Sequence[Callback]) -> list[Callback]:
     """Returns the callbacks that the engine adds to those of the user while it trains."""
-    logs = _logs_to_tensorboard(config)
+    # What is logged by a logger of the user's own is what the user chose.
+    logs = config.logger in (None, True) and not config.barebones
     sums_up = not config.is_silent if config.enable_run_summary is None else config.enable_run_summary
     if not (logs or sums_up):
         return []
@@ -355,13 +355,6 @@ def _snapshot() -> Callback:
     from polyphase.callbacks import default_snapshot
 
     return default_snapshot()
-
-
-def _logs_to_tensorboard(config: EngineConfig) -> bool:
-    """Whether a run logs to TensorBoard, by the default logger or by the user's."""
-    loggers = config.logger if isinstance(config.logger, (list, tuple)) else [config.logger]
-    is_wanted = any(logger is None or logger is True or isinstance(logger, TensorBoardLogger) for logger in loggers)
-    return is_wanted and not config.barebones
 
 
 def check_module(module: LightningModule, *, precision: str, comm_hook: CommHook | None = None) -> None:

@@ -177,8 +177,8 @@ def _of_its_groups(state: _NamedState) -> str | None:
     names = [name for group in state["param_groups"] for name in group["params"]]
     if len({*names}) < len(names):
         return "has a parameter twice"
-    others = [key for key in state["state"] if key not in {*names} and not is_optimizers_own(key)]
-    return "has the state of a parameter of none of its groups" if others else None
+    others = state["state"].keys() - names
+    return None if all(map(is_optimizers_own, others)) else "has the state of a parameter of none of its groups"
 
 
 _Fit = TypedDict(

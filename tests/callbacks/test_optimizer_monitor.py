@@ -81,7 +81,7 @@ def test_rates_that_lightnings_monitor_logs_are_left_to_it():
 
 
 def test_a_run_logs_both_to_tensorboard_by_default(tmp_path):
-    engine(logger=TensorBoardLogger(tmp_path), max_steps=2, max_epochs=-1, log_every_n_steps=1).fit(
+    engine(logger=True, default_root_dir=tmp_path, max_steps=2, max_epochs=-1, log_every_n_steps=1).fit(
         Regression(), rows()
     )
     (path,) = Path(tmp_path).rglob("events.*")
@@ -102,9 +102,9 @@ def monitors(*callbacks, **flags):
     return looks.seen
 
 
-def test_the_engine_adds_one_for_tensorboard_alone(tmp_path):
+def test_the_engine_adds_one_to_its_own_logger_alone(tmp_path):
     assert len(monitors(logger=True)) == 1
     own = OptimizerMonitor(5)
     assert monitors(own, logger=True) == [own]
-    for logger in (False, CSVLogger(tmp_path), [MemoryLogger()]):
+    for logger in (False, TensorBoardLogger(tmp_path), CSVLogger(tmp_path), [MemoryLogger()]):
         assert not monitors(logger=logger)

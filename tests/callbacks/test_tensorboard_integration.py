@@ -108,7 +108,14 @@ class Logged(Linear):
 def test_a_doctor_writes_few_events_more():
     numbers = []
     for name, callbacks in (("without", []), ("with", [Doctor()])):
-        flags = {**QUIET, "logger": TensorBoardLogger(name), "log_every_n_steps": 5, "max_steps": 500, "max_epochs": -1}
+        flags = {
+            **QUIET,
+            "logger": True,
+            "default_root_dir": name,
+            "log_every_n_steps": 5,
+            "max_steps": 500,
+            "max_epochs": -1,
+        }
         Engine(**flags, devices=1, callbacks=callbacks).fit(Logged(), DataLoader(torch.ones(100, 4)))
         (path,) = Path(name).rglob("events.*")
         numbers.append(sum(1 for _ in EventFileLoader(str(path)).Load()))

@@ -409,3 +409,34 @@ def _docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
                 match statement:
                     case ast.Expr(ast.Constant(str(text))):
                         yield statement.lineno, text
+
+
+def test_no_comprehension_copies_for_each_item_what_it_looks_into():
+    # A set of N names made for each of N names is quadratic, and not one call more is counted.
+    assert not {
+        f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}"
+        for path in SOURCES
+        for node in _copied_for_each_item(ast.parse(path.read_text()))
+    }
+    looks = "[key for key in keys if key not in {*names}]", "{k for k in keys if k in set(names)}"
+    assert [len([*_copied_for_each_item(ast.parse(text))]) for text in looks] == [1, 1]
+    assert not [*_copied_for_each_item(ast.parse("[key for key in {*names} if key in {*key.parts}]"))]
+
+
+def _copied_for_each_item(tree: ast.AST) -> Iterator[ast.Compare]:
+    comprehensions = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+    for node in (node for node in ast.walk(tree) if isinstance(node, comprehensions)):
+        items = {name.id for loop in node.generators for name in ast.walk(loop.target) if isinstance(name, ast.Name)}
+        once = {*ast.walk(node.generators[0].iter)}
+        for inner in ast.walk(node):
+            if not isinstance(inner, ast.Compare) or inner in once:
+                continue
+            match inner.ops[-1], inner.comparators[-1]:
+                case ast.In() | ast.NotIn(), ast.Set(elts) | ast.List(elts) | ast.Tuple(elts) as container:
+                    is_copy = any(isinstance(element, ast.Starred) for element in elts)
+                case ast.In() | ast.NotIn(), ast.Call(ast.Name("set" | "list" | "sorted" | "dict")) as container:
+                    is_copy = True
+                case _:
+                    continue
+            if is_copy and not items & {name.id for name in ast.walk(container) if isinstance(name, ast.Name)}:
+                yield inner

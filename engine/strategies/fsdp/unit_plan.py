@@ -70,11 +70,12 @@ def plan_units(module: nn.Module, *, takes_layers: bool = True) -> list[Unit]:
     """
     blocks = shard_units(module)
     layers = _large_layers(module) if takes_layers else []
-    chosen = {*blocks, *layers}
+    whole_blocks = set(blocks)
+    chosen = whole_blocks.union(layers)
     in_order = [(name, submodule) for name, submodule in module.named_modules() if submodule in chosen]
     last = in_order[-1][1] if in_order else None
     return [
-        Unit(module=submodule, name=name, is_block=submodule in set(blocks), is_kept=submodule is last)
+        Unit(module=submodule, name=name, is_block=submodule in whole_blocks, is_kept=submodule is last)
         for name, submodule in in_order
     ]
 
