@@ -57,7 +57,7 @@ class FitLoop(_FitLoop):
         """Resets the counts of losses; called before the first epoch."""
         optimization: Any = self.epoch_loop.automatic_optimization
         self._num_lossless_epochs, optimization.has_loss, optimization.num_skipped = 0, False, 0
-        self.epoch_loop.buffer_check.begin_run()  # type: ignore[attr-defined]
+        self.epoch_loop.own_state.begin_run()  # type: ignore[attr-defined]
         self.epoch_loop.first_steps.begin_run()  # type: ignore[attr-defined]
         self.trainer.add_run_callbacks()  # type: ignore[attr-defined]
         super().on_run_start()

@@ -25,7 +25,7 @@ from ..distributed.object_group import WORLD
 from ..initialization import has_meta_tensors, materialize, read_stored
 from ..strategies.units import shard_units
 
-__all__ = ["Memory", "SampledBlock", "copy_whole", "fill_copy", "put"]
+__all__ = ["Memory", "SampledBlock", "copy_whole", "fill_copy", "is_data", "put"]
 
 _TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 """torch: the attributes of a Tensor with the dicts of `register_hook` and `register_post_accumulate_grad_hook`."""
@@ -111,7 +111,7 @@ def fill_copy(own: LightningModule, module: LightningModule, state: dict[str, An
     for part, its_copy in _paired_submodules(module, own):
         its_copy.training = part.training
         for name, value in vars(part).items():
-            if not name.startswith("_") and _is_data(value) and _is_leaf(value):
+            if not name.startswith("_") and is_data(value) and _is_leaf(value):
                 _put(vars(its_copy), name, copy.deepcopy(value))
     trained = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
     for name, parameter in own.named_parameters():
@@ -125,12 +125,12 @@ def fill_copy(own: LightningModule, module: LightningModule, state: dict[str, An
                 buffer.copy_(present)
 
 
-def _is_data(value: Any) -> bool:
+def is_data(value: Any) -> bool:
     """Returns whether `value` is a number, a text, a tensor that is no parameter, or a container of these."""
     if isinstance(value, Tensor):
         return not isinstance(value, nn.Parameter)
     if isinstance(value, _CONTAINERS) and len(value) <= _MAX_ITEMS:
-        return all(map(_is_data, (*value, *value.values()) if isinstance(value, dict) else value))
+        return all(map(is_data, (*value, *value.values()) if isinstance(value, dict) else value))
     return isinstance(value, _SCALARS)
 
 
@@ -204,7 +204,7 @@ def _put(attributes: dict[str, Any], name: str, value: Any) -> None:
 
 def _data_of(module: nn.Module) -> dict[str, dict[str, Any]]:
     return {
-        name: {key: value for key, value in vars(part).items() if not key.startswith("_") and _is_data(value)}
+        name: {key: value for key, value in vars(part).items() if not key.startswith("_") and is_data(value)}
         for name, part in module.named_modules()
     }
 

@@ -10,7 +10,6 @@ from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
-from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
@@ -27,7 +26,7 @@ from .._compat.lightning import (
 from ..checkpoint import get_random_state
 from ..data.exhausted import is_end_of_data
 from ..reliability.nonfinite import NonFiniteWatch
-from ..strategies import adapt, capabilities_of, differing_buffers
+from ..strategies import adapt, capabilities_of
 from ..strategies.averages import end_averages
 from ..strategies.step_guard import StepGuard
 from .averaged_gradients import AveragedGradients
@@ -39,6 +38,7 @@ from .log import attach_log, detach_log
 from .metrics import agreed_value
 from .optimization import AutomaticOptimization, ManualOptimization
 from .out_of_memory import OutOfMemory, RetryStep
+from .own_state import OwnState
 
 __all__ = ["TrainingEpochLoop"]
 
@@ -65,7 +65,7 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
     def __init__(self, trainer: Trainer, min_steps: int | None, max_steps: int, watch: NonFiniteWatch) -> None:
         super().__init__(trainer, min_steps, max_steps)
         self.automatic_optimization = AutomaticOptimization(trainer, watch)
-        self.buffer_check = _BufferCheck(trainer)
+        self.own_state = OwnState(trainer)
         self.garbage = GarbageCollection()
         self.manual_optimization = ManualOptimization(trainer, self.automatic_optimization.loss_weighting)
         self.val_loop = EvaluationLoop(
@@ -79,7 +79,7 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
         watch.begin_epoch(self.trainer)
         with self.first_steps.checking():
             self._run(data_fetcher)
-        self.buffer_check.compare()
+        self.own_state.compare()
         adapt(self.trainer.strategy).sync_weights()
         watch.end_epoch(self.trainer)
 
@@ -226,8 +226,8 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
             self.averaged_gradients.end_step()
         if self.first_steps.is_due:
             self.first_steps.end_step()
-        if self.buffer_check.is_first_step_due:
-            self.buffer_check.after_first_step()
+        if self.own_state.is_first_step_due:
+            self.own_state.after_first_step()
         self.is_between_steps = True
         signals: Any = self.trainer._signal_connector
         signals.poll(self.batch_progress.total.ready)
@@ -262,60 +262,6 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
 
 
 TrainingEpochLoop.__name__ = _TrainingEpochLoop.__name__  # the name of its entries in a profile
-
-
-# --- the check of buffers
-# Warns once of buffers that each rank updates by its own samples: rank 0's would be evaluated and saved.
-
-
-class _BufferCheck:
-    """Compares the floating-point buffers of the ranks after a run's first step, and after each epoch until it warns.
-
-    Costs a gather between hosts, and a read of the device, each time; nothing for a module without such buffers.
-
-    Args:
-        trainer: the trainer of the module.
-    """
-
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer: Any = trainer
-        self._has_warned = False
-        self.is_first_step_due = True
-        """Whether no step of this run was looked at."""
-
-    def begin_run(self) -> None:
-        """Begins a run, whose first step is looked at."""
-        self._has_warned, self.is_first_step_due = False, True
-
-    def after_first_step(self) -> None:
-        """Compares the buffers after a run's first step."""
-        self.is_first_step_due = False
-        self.compare()
-
-    def compare(self) -> None:
-        """Compares the buffers; all ranks call it after the same step."""
-        trainer = self._trainer
-        strategy = adapt(trainer.strategy)
-        if self._has_warned or trainer.data_size == 1 or strategy.averages_buffers:
-            return
-        if not strategy.capabilities.keeps_step:  # the ranks are at different steps
-            return
-        names = differing_buffers(trainer.lightning_module, trainer.data_ranks)
-        if trainer.data_size != trainer.world_size:  # pipeline stages have different buffers
-            names = sorted({name for of_rank in trainer.all_ranks.all_gather_object(names) for name in of_rank})
-        if not names:
-            return
-        self._has_warned = True
-        option = strategy.option_to_average_buffers
-        remedy = (
-            f", or set {option}, which averages floating-point buffers after each step" if option is not None else ""
-        )
-        rank_zero_warn(
-            f"Under {strategy!r} the ranks have different values of {', '.join(map(repr, names))}: the module updates"
-            " these buffers by the samples of its own rank, and rank 0's values are evaluated and saved, so the result"
-            " is not that of one process. Reduce what they are made of over the ranks in the module"
-            f" (torch.distributed.all_reduce){remedy}."
-        )
 
 
 # --- the batches of an epoch: fetch, transfer, `on_train_batch_start`, optimization (`optimization.py`), learning-rate

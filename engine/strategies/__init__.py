@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ..contract import Capabilities, EngineStrategy, adapt, capabilities_of, lists_devices, without_sync
     from .compressing import prepare_to_repeat
     from .fsdp.unit_plan import describe_units
-    from .layout import differing_buffers, updated_buffers
+    from .layout import own_buffers, updated_buffers
     from .tensor import make_plan
 
 __all__ = [
@@ -22,9 +22,9 @@ __all__ = [
     "adapt",
     "capabilities_of",
     "describe_units",
-    "differing_buffers",
     "lists_devices",
     "make_plan",
+    "own_buffers",
     "prepare_to_repeat",
     "register_strategy",
     "updated_buffers",
@@ -39,7 +39,7 @@ __getattr__ = import_on_access(
         "adapt": ".contract",
         "capabilities_of": ".contract",
         "describe_units": "fsdp.unit_plan",
-        "differing_buffers": "layout",
+        "own_buffers": "layout",
         "lists_devices": ".contract",
         "make_plan": "tensor",
         "prepare_to_repeat": "compressing",

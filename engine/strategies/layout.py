@@ -39,8 +39,8 @@ __all__ = [
     "SideSum",
     "avoid_reentrant",
     "check_dense_gradients",
-    "differing_buffers",
     "never_flatten",
+    "own_buffers",
     "share_random_state",
     "updated_buffers",
 ]
@@ -100,10 +100,10 @@ class SideSum:
 
 # Buffers that a module updates by the samples of its own rank: running means, codebooks, counts.
 #
-# Every rank has its own values then, and rank 0's are the ones that are evaluated and saved. `differing_buffers` finds
-# them, when it is asked. The option `average_buffers` of `ddp`, `zero1` and `fsdp` averages those of
-# floating-point numbers after each step of an optimizer: an all-reduce of 4 bytes per value in fp32, which blocks. A
-# rank counts by its samples of the batch, so one that runs a filler counts for nothing.
+# Every rank has its own values then, and rank 0's are the ones that are evaluated and saved. `loop/own_state.py` finds
+# them. The option `average_buffers` of `ddp`, `zero1` and `fsdp` averages those of floating-point numbers after each
+# step of an optimizer: an all-reduce of 4 bytes per value in fp32, which blocks. A rank counts by its samples of the
+# batch, so one that runs a filler counts for nothing.
 #
 # Statistics of torch's norms are left out: `sync_batchnorm=True` has them computed over all ranks.
 
@@ -113,10 +113,11 @@ _BUCKET_MB = 25.0
 
 def updated_buffers(module: nn.Module) -> dict[str, Tensor]:
     """Returns the floating-point buffers that a module may update by its rank's samples, by name."""
-    return {name: buffer for name, buffer in _buffers(module).items() if buffer.is_floating_point()}
+    return {name: buffer for name, buffer in own_buffers(module).items() if buffer.is_floating_point()}
 
 
-def _buffers(module: nn.Module) -> dict[str, Tensor]:
+def own_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Returns the buffers of a module that no norm layer of torch's updates, by name."""
     return {
         f"{path}.{name}" if path else name: buffer
         for path, part in module.named_modules()
@@ -124,21 +125,6 @@ def _buffers(module: nn.Module) -> dict[str, Tensor]:
         for name, buffer in part.named_buffers(recurse=False)
         if not (buffer.is_meta or buffer.is_complex() or buffer.is_sparse or isinstance(buffer, DTensor))
     }
-
-
-def differing_buffers(module: nn.Module, ranks: ObjectGroup) -> list[str]:
-    """Returns the names of the buffers whose values differ between ranks; all ranks call it together.
-
-    Two sums of each are read from the device, and gathered between hosts.
-    """
-    buffers = _buffers(module)
-    if not buffers:
-        return []
-    sums = [torch.stack([part.sum(), part.square().sum()]) for part in (b.detach().float() for b in buffers.values())]
-    by_rank = ranks.all_gather_object(
-        dict(zip(buffers, map(str, torch.stack([s.to(sums[0].device) for s in sums]).tolist()), strict=True))
-    )
-    return [name for name in buffers if len({of_rank.get(name) for of_rank in by_rank}) > 1]
 
 
 class BufferAverage:

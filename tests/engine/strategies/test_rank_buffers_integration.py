@@ -1,4 +1,6 @@
-"""Buffers that each rank updates by its own samples are named once, and `average_buffers=true` averages them."""
+"""State that each rank makes of its own samples is named once; `average_buffers=true` averages buffers."""
+
+from collections import deque
 
 import pytest
 import torch
@@ -46,6 +48,57 @@ class Counts(RunningMean):
         return loss
 
 
+class Scales(RunningMean):
+    """Divides by a running mean of its losses, which is no buffer."""
+
+    scale = 1.0
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = (self.net(batch) - batch.sum(1, keepdim=True)).square().mean()
+        self.scale = 0.9 * self.scale + 0.1 * loss.item()
+        return loss / self.scale
+
+
+class Queue(nn.Module):
+    """Moves away from what it has seen, as a contrastive loss does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen = deque(maxlen=8)
+
+    def forward(self, values: Tensor) -> Tensor:
+        far = sum(((values - other) ** 2).mean() for other in list(self._seen))
+        self._seen.append(values.detach().mean(0))
+        return values.square().mean() - 0.01 * far
+
+
+class Contrasts(RunningMean):
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue = Queue()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.queue(self.net(batch))
+
+
+class Reports(RunningMean):
+    """Keeps what it shows at the end of an epoch, as many modules do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outputs, self.calls, self.rank = [], 0, None
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.rank, self.calls = self.global_rank, self.calls + 1
+        loss = self.net(batch).square().mean()
+        self.outputs.append(loss.detach())
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.shown = torch.stack(self.outputs).mean()
+        self.outputs.clear()
+
+
 class ByHand(StepsByHand, RunningMean):
     pass
 
@@ -88,3 +141,25 @@ def test_buffers_that_differ_are_named(strategy, cls, name, option):
     """A warning is an error in the workers of this test."""
     with pytest.raises(Exception, match=rf"different values of '{name}': .*by the samples of its own rank.*{option}"):
         fitted(cls(), strategy)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("strategy", "cls", "name"),
+    [
+        ("ddp_fork", Scales, "scale"),
+        ("zero1_fork", Scales, "scale"),
+        ("fsdp_fork", Scales, "scale"),
+        ("ddp_fork", Contrasts, "queue._seen"),
+        ("fsdp_fork", Contrasts, "queue._seen"),
+    ],
+)
+def test_attributes_that_differ_and_decide_are_named(strategy, cls, name):
+    with pytest.raises(Exception, match=rf"different values of '{name}': the module keeps in these attributes"):
+        fitted(cls(), strategy)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("strategy", ["ddp_fork", "fsdp_fork"])
+def test_what_is_kept_to_be_shown_is_not(strategy):
+    fitted(Reports(), strategy)

@@ -1,0 +1,152 @@
+"""State that each rank makes of its own samples, such as running means: told by name, where ranks have other values.
+
+Looked at are the module's buffers, and the numbers and tensors in its attributes that training has changed and the
+module's own code reads. What hooks alone read (`on_...`), and lists that are only appended to, decide no step.
+"""
+
+import dis
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+from torchmetrics import Metric
+
+from ..strategies import adapt, own_buffers
+from .module_copy import is_data
+
+__all__ = ["OwnState"]
+
+_LIBRARIES = ("torch.", "lightning.", "pytorch_lightning.", "torchmetrics.", "polyphase.")
+_GROWS = ("append", "appendleft", "extend", "clear")
+
+
+class OwnState:
+    """Compares such state of the ranks after a run's first step, and after each epoch.
+
+    Costs a gather between hosts, and a read of the device, each time; only the gather for a module without any.
+
+    Args:
+        trainer: the trainer of the module.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer: Any = trainer
+        self._told: set[str] = set()
+        self._before: dict[str, str] = {}
+        self.is_first_step_due = True
+        """Whether no step of this run was looked at."""
+
+    def begin_run(self) -> None:
+        """Begins a run, whose first step is looked at."""
+        self._told, self.is_first_step_due = set(), True
+        self._before = _digests(_attributes(self._trainer.lightning_module)) if self._is_compared else {}
+
+    def after_first_step(self) -> None:
+        """Compares the state after a run's first step."""
+        self.is_first_step_due = False
+        self.compare()
+
+    @property
+    def _is_compared(self) -> bool:
+        # Ranks that do not keep step are at different steps.
+        return self._trainer.data_size > 1 and adapt(self._trainer.strategy).capabilities.keeps_step
+
+    def compare(self) -> None:
+        """Compares the state; all ranks call it after the same step."""
+        if not self._is_compared:
+            return
+        trainer, module = self._trainer, self._trainer.lightning_module
+        strategy = adapt(trainer.strategy)
+        buffers = {} if strategy.averages_buffers else own_buffers(module)
+        attributes = _digests(_attributes(module))
+        changed = {name: digest for name, digest in attributes.items() if self._before.get(name) != digest}
+        by_rank = trainer.data_ranks.all_gather_object((_digests(buffers), changed))
+        names = [_unequal(of_ranks) for of_ranks in zip(*by_rank, strict=True)]
+        if trainer.data_size != trainer.world_size:  # pipeline stages have different parts
+            of_all = trainer.all_ranks.all_gather_object(names)
+            names = [set().union(*of_stages) for of_stages in zip(*of_all, strict=True)]
+        if names[1]:
+            read = {name for part in module.modules() for name in _names_read(type(part))}
+            names[1] = {name for name in names[1] if name.rsplit(".", 1)[-1] in read}
+        of_buffers, of_attributes = (sorted(unequal - self._told) for unequal in names)
+        self._told.update(of_buffers, of_attributes)
+        differ = f"Under {strategy!r} the ranks have different values of"
+        if of_buffers:
+            option = strategy.option_to_average_buffers
+            remedy = f", or set {option}, which averages floating-point buffers after each step" if option else ""
+            rank_zero_warn(
+                f"{differ} {', '.join(map(repr, of_buffers))}: the module updates these buffers by the samples of its"
+                " own rank, and rank 0's values are evaluated and saved, so the result is not that of one process."
+                f" Reduce what they are made of over the ranks in the module (torch.distributed.all_reduce){remedy}."
+            )
+        if of_attributes:
+            rank_zero_warn(
+                f"{differ} {', '.join(map(repr, of_attributes))}: the module keeps in these attributes what it has seen"
+                " of the samples of its own rank, so what it computes with them is not what one process computes."
+                " Reduce what they are made of over the ranks (`self.all_gather(value).mean(0)`)."
+            )
+
+
+def _unequal(by_rank: tuple[dict[str, str], ...]) -> set[str]:
+    return {name for name in set().union(*by_rank) if len({of_rank.get(name) for of_rank in by_rank}) > 1}
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    return {
+        f"{path}.{name}" if path else name: value
+        for path, part in module.named_modules()
+        if not isinstance(part, Metric)  # each rank's own until it is computed
+        for name, value in vars(part).items()
+        if name != "training" and is_data(value)
+    }
+
+
+def _digests(values: dict[str, Any]) -> dict[str, str]:
+    """Returns a text for each value: two sums of each tensor, which are read from the device together, and the rest."""
+    leaves = {name: tree_leaves(value) for name, value in values.items()}
+    tensors = [leaf for of_value in leaves.values() for leaf in of_value if _is_summed(leaf)]
+    parts = [tensor.detach().float() for tensor in tensors]
+    sums = [torch.stack([part.sum(), part.square().sum()]) for part in parts]
+    read = iter(torch.stack([s.to(sums[0].device) for s in sums]).tolist() if sums else ())
+    return {
+        name: repr([next(read) if _is_summed(leaf) else _plain(leaf) for leaf in of_value])
+        for name, of_value in leaves.items()
+    }
+
+
+def _plain(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return None
+    return sorted(map(repr, leaf)) if isinstance(leaf, set) else leaf  # processes order it each in its own way
+
+
+def _is_summed(leaf: Any) -> bool:
+    is_plain = isinstance(leaf, Tensor) and not isinstance(leaf, DTensor)
+    return is_plain and not (leaf.is_meta or leaf.is_complex() or leaf.is_sparse)
+
+
+def _names_read(cls: type) -> Iterator[str]:
+    """Yields the names of attributes that the methods of a user's class read, other than hooks."""
+    for base in cls.__mro__:
+        if f"{base.__module__}.".startswith(_LIBRARIES):
+            continue
+        for name, function in vars(base).items():
+            if isinstance(function, types.FunctionType) and not name.startswith("on_"):
+                yield from _read_in(function.__code__)
+
+
+def _read_in(code: types.CodeType) -> Iterator[str]:
+    instructions = [*dis.get_instructions(code)]
+    for instruction, following in zip(instructions, [*instructions[1:], None], strict=True):
+        grows = following is not None and following.argval in _GROWS
+        if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD") and not grows:
+            yield instruction.argval
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _read_in(constant)
