@@ -6,6 +6,7 @@ neither.
 
 from typing import TYPE_CHECKING
 
+from .distributed.variables import check_imported_numbers
 from .registration import import_on_access
 from .version import __version__
 
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from .strategies import register_strategy
 
 __all__ = ["Engine", "__version__", "fit", "read_weights", "register_comm_hook", "register_strategy"]
+
+check_imported_numbers()
 
 __getattr__ = import_on_access(
     __name__,

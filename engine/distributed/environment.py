@@ -8,7 +8,8 @@ import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -21,6 +22,7 @@ from lightning.fabric.plugins.environments import (
 )
 
 from ..flags import check_count
+from .variables import MOST_PROCESSES, MPI, OTHERS, PLAIN, RANGES, SLURM, Names, number_in
 
 __all__ = [
     "ALL_FRAMES",
@@ -64,72 +66,21 @@ __all__ = [
 # that write into one folder would all end with exit code 0. Lightning supports torchrun, SLURM and LSF; the others are
 # here.
 
-
-class _Names(NamedTuple):
-    """The names of the variables in which a launcher stores the ranks of a process."""
-
-    size: str
-    rank: str
-    local_rank: str
-    """The variable of the rank among the processes of this machine."""
-    local_size: str
-
-
-_PLAIN = "RANK and WORLD_SIZE"
-_MPI = {
-    "Open MPI": _Names(*(f"OMPI_COMM_WORLD_{name}" for name in ("SIZE", "RANK", "LOCAL_RANK", "LOCAL_SIZE"))),
-    "MVAPICH": _Names(*(f"MV2_COMM_WORLD_{name}" for name in ("SIZE", "RANK", "LOCAL_RANK", "LOCAL_SIZE"))),
-    "mpiexec": _Names("PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-}
-"""Launchers with precedence over SLURM: within an allocation, SLURM's numbers are not those of their processes."""
-_OTHERS = {
-    "LSF": _Names(*(f"JSM_NAMESPACE_{name}" for name in ("SIZE", "RANK", "LOCAL_RANK", "LOCAL_SIZE"))),
-    # submitit itself starts processes on one machine only; on several machines SLURM starts them.
-    "submitit": _Names(*(f"SUBMITIT_LOCAL_{name}" for name in ("NTASKS", "GLOBALID", "LOCALID", "NTASKS"))),
-    _PLAIN: _Names("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-}
 _COMPLETED = "POLYPHASE_RANK_VARIABLES"
 """The variable with RANK and WORLD_SIZE, separated by a slash, if this run has set RANK, not a launcher."""
 _JOB_IDS = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "HYDRA_JOBID", "SUBMITIT_LOCAL_JOB_ID", "PBS_JOBID")
 """Variables with one value in all processes of a job, and other values in other jobs."""
-_ADDRESS = re.compile(r"[^\s/:]+|\[?[0-9a-fA-F:]*:[0-9a-fA-F:.]*(%\w+)?\]?")
+_ADDRESS = re.compile(r"(?=.{1,253}$)\w[\w.-]*|\[?[0-9a-fA-F:]*:[0-9a-fA-F:.]*(%\w+)?\]?", re.ASCII)
 """Matches the name of a machine, or an address of IPv4 or IPv6, without a port."""
 _PORTS = range(20_000, 30_000)
 """Ports below those that systems assign automatically."""
 _OWN_HOST = ("localhost", "127.0.0.1", "::1")
-_SLURM = _Names("SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")
-_MOST_PROCESSES = 10_000_000
-"""More than any cluster has: a greater number is a mistake, and each process makes lists of all of them."""
-_COUNTS, _RANKS = range(1, _MOST_PROCESSES + 1), range(_MOST_PROCESSES)
-_LAUNCHERS = (*_MPI.values(), *_OTHERS.values(), _SLURM)
-_RANGES = {
-    **{name: _COUNTS for names in _LAUNCHERS for name in (names.size, names.local_size)},
-    **{name: _RANKS for names in _LAUNCHERS for name in (names.rank, names.local_rank)},
-    **dict.fromkeys(("SLURM_NNODES", "SLURM_JOB_NUM_NODES"), _COUNTS),
-    **dict.fromkeys(("NODE_RANK", "GROUP_RANK", "SLURM_NODEID"), _RANKS),
-    **dict.fromkeys(("MASTER_PORT", "STANDALONE_PORT"), range(1, 65_536)),
-    **dict.fromkeys(("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"), range(2**31)),
-    "PL_GLOBAL_SEED": range(2**32),
+_RANK_FILE = "LSB_DJOB_RANKFILE"
+_NEEDED = {
+    "torchrun": ("TORCHELASTIC_RUN_ID", "WORLD_SIZE", "RANK", "LOCAL_RANK"),
+    "SLURM": (SLURM.size, SLURM.rank, SLURM.local_rank, "SLURM_NODEID"),
 }
-"""The whole numbers that a variable may have, by its name."""
-
-
-def _number_in(name: str, default: int) -> int:
-    """Returns the whole number in an environment variable; `default` if it is unset or empty.
-
-    Raises:
-        ValueError: it has something else, or a number out of its range.
-    """
-    text, allowed = os.environ.get(name, "").strip(), _RANGES[name]
-    if not text:
-        return default
-    number = int(text) if text.isascii() and text.isdecimal() and len(text) < 20 else -1
-    if number not in allowed:
-        raise ValueError(
-            f"the environment variable {name}={os.environ[name]!r} must be a whole number from {allowed[0]} to"
-            f" {allowed[-1]}: correct it, or unset it where no launcher has set it."
-        )
-    return number
+"""The variable by which Lightning detects a launcher, and those without which it then ends in a KeyError."""
 
 
 def _check_variables() -> None:
@@ -138,14 +89,14 @@ def _check_variables() -> None:
     Raises:
         ValueError: one is no number of its kind, or contradicts another one; the message has their names and values.
     """
-    for name in _RANGES:
-        _number_in(name, 0)
+    for name in RANGES:
+        number_in(name, 0)
     launcher = launcher_name()
-    names = _SLURM if launcher == "SLURM" else _names(str(launcher))
+    names = SLURM if launcher == "SLURM" else _names(str(launcher))
     pairs = [(names.rank, names.size), (names.local_rank, names.local_size)]
     for rank, size in pairs[: 1 if launcher == "SLURM" else 2]:  # SLURM's last one is that of the job, not of the step
-        num_ranks = _number_in(size, _MOST_PROCESSES)
-        if _number_in(rank, 0) >= num_ranks:
+        num_ranks = number_in(size, MOST_PROCESSES)
+        if number_in(rank, 0) >= num_ranks:
             raise ValueError(
                 f"the environment variables {rank}={os.environ[rank]} and {size}={os.environ[size]} contradict each"
                 f" other: with {num_ranks} process(es) {rank} is from 0 to {num_ranks - 1}."
@@ -158,21 +109,62 @@ def _check_variables() -> None:
         )
 
 
+def _check_complete(launcher: str | None) -> None:
+    """Checks that the variables which Lightning's own environment of a launcher reads are there.
+
+    Raises:
+        ValueError: one is missing, or is a file that is none; the message has its name, and what is there instead.
+    """
+    mark, *needed = _NEEDED.get(str(launcher), ("",))
+    if missing := [name for name in needed if name not in os.environ]:
+        raise ValueError(
+            f"{mark}={os.environ[mark]} says that {launcher} has started this process, but not as which, without"
+            f" {' and '.join(missing)}: start it by {'srun' if launcher == 'SLURM' else launcher}, or unset {mark}"
+            " for a run of its own."
+        )
+    if not LSFEnvironment.detect():
+        return
+    path, host, hosts = os.environ[_RANK_FILE], socket.gethostname(), list[str]()
+    with suppress(OSError, UnicodeDecodeError):
+        hosts = Path(path).read_text().split()[1:] if os.path.isfile(path) else []  # the first one only starts the job
+    if host not in hosts:
+        raise ValueError(
+            f"the environment variable {_RANK_FILE}={path!r} must name a file with a host on each line: the one that"
+            f" starts the job, then those of the ranks, among them this one ({host})."
+        )
+
+
+def _check_place(launcher: str | None, per_node: int, num_nodes: int) -> None:
+    """Checks that this process has one of the places of the run.
+
+    Raises:
+        ValueError: its number on its node, or its node's, is too large; the message has its variable.
+    """
+    node = "NODE_RANK" if "NODE_RANK" in os.environ else "GROUP_RANK"  # as Lightning's own environment has it
+    own = {None: ("LOCAL_RANK", node), "torchrun": ("LOCAL_RANK", "GROUP_RANK"), "SLURM": _NEEDED["SLURM"][2:]}
+    for name, limit in zip(own.get(launcher, ()), (per_node, num_nodes), strict=False):
+        if per_node * num_nodes > 1 and number_in(name, 0) >= limit:
+            raise ValueError(
+                f"the environment variable {name}={os.environ[name]} doesn't fit {num_nodes} node(s) of {per_node}"
+                f" process(es) each: it is from 0 to {limit - 1}."
+            )
+
+
 def launcher_name() -> str | None:
     """``"torchrun"``, ``"SLURM"``, ``"Open MPI"``, ...; None if no launcher has started several processes."""
     if TorchElasticEnvironment.detect():
         return "torchrun"
-    if (name := _found(_MPI)) is not None:
+    if (name := _found(MPI)) is not None:
         return name
     # SLURM_NTASKS_PER_NODE and friends also exist in an interactive allocation, which starts one process only.
-    if SLURMEnvironment.detect() and _number_in("SLURM_NTASKS", 1) > 1:
+    if SLURMEnvironment.detect() and number_in("SLURM_NTASKS", 1) > 1:
         return "SLURM"
-    return _found(_OTHERS)
+    return _found(OTHERS)
 
 
 def started_by_hand() -> bool:
     """Whether ranks were started one by one with torchrun's variables: no launcher looks at their exit codes."""
-    return launcher_name() == _PLAIN
+    return launcher_name() == PLAIN
 
 
 def launched_sizes() -> tuple[int, int] | None:
@@ -181,12 +173,12 @@ def launched_sizes() -> tuple[int, int] | None:
     if launcher is None:
         return None
     if launcher == "SLURM":
-        total = _number_in("SLURM_NTASKS", 1)
-        num_nodes = _number_in("SLURM_NNODES", _number_in("SLURM_JOB_NUM_NODES", 0))
+        total = number_in("SLURM_NTASKS", 1)
+        num_nodes = number_in("SLURM_NNODES", number_in("SLURM_JOB_NUM_NODES", 0))
         return total, _whole_share(total, num_nodes) if num_nodes else 0
     names = _names(launcher)
-    is_one_per_node = launcher == _PLAIN and names.local_rank not in os.environ
-    return _number_in(names.size, 1), _number_in(names.local_size, int(is_one_per_node))
+    is_one_per_node = launcher == PLAIN and names.local_rank not in os.environ
+    return number_in(names.size, 1), number_in(names.local_size, int(is_one_per_node))
 
 
 @contextmanager
@@ -227,12 +219,17 @@ def resolve_sizes(devices: Any, num_nodes: int, plugins: Sequence[Any] = ()) -> 
     """
     check_count("num_nodes", num_nodes)
     _check_variables()
-    launched = launched_sizes()
+    launcher, launched = launcher_name(), launched_sizes()
+    knows_itself = any(isinstance(plugin, ClusterEnvironment) for plugin in plugins)
     if launched is None:
         _check_alone()
+        if not knows_itself:
+            _check_place(None, _count(devices) or 1, num_nodes)
         return devices, num_nodes
-    if LaunchedEnvironment.detect() and any(isinstance(plugin, ClusterEnvironment) for plugin in plugins):
+    if LaunchedEnvironment.detect() and knows_itself:
         return devices, num_nodes
+    if not knows_itself:
+        _check_complete(launcher)
     total, per_node = launched
     num_devices = _count(devices)
     address = os.environ.get("MASTER_ADDR", "localhost")
@@ -250,6 +247,8 @@ def resolve_sizes(devices: Any, num_nodes: int, plugins: Sequence[Any] = ()) -> 
             f" num_nodes={num_nodes} and devices={devices!r}: leave both out, or give num_nodes={nodes},"
             f" devices={per_node}."
         )
+    if not knows_itself:
+        _check_place(launcher, per_node, nodes)
     return (per_node if num_devices is None else devices), nodes
 
 
@@ -267,17 +266,17 @@ class LaunchedEnvironment(ClusterEnvironment):
     def __init__(self, launcher: str, num_nodes: int) -> None:
         super().__init__()
         names = _names(launcher)
-        self._size, self._rank = _number_in(names.size, 1), _number_in(names.rank, 0)
+        self._size, self._rank = number_in(names.size, 1), number_in(names.rank, 0)
         per_node = self._size // num_nodes
         self._node_rank, local_rank = divmod(self._rank, per_node)
-        self._local_rank = _number_in(names.local_rank, local_rank)
+        self._local_rank = number_in(names.local_rank, local_rank)
         if not (0 <= self._rank < self._size and self._local_rank == local_rank):
             raise ValueError(
                 f"{names.rank}={self._rank} and {names.local_rank}={self._local_rank} don't fit {self._size} processes"
                 f" ({names.size}) on {num_nodes} node(s) of {per_node} each, numbered node by node: set"
                 f" {names.local_size}, or give num_nodes and devices."
             )
-        address, port = os.environ.get("MASTER_ADDR"), _number_in("MASTER_PORT", 0)
+        address, port = os.environ.get("MASTER_ADDR"), number_in("MASTER_PORT", 0)
         job = next((os.environ[name] for name in _JOB_IDS if os.environ.get(name)), None)
         if (address is None and num_nodes > 1) or (not port and job is None):
             raise ValueError(
@@ -295,7 +294,7 @@ class LaunchedEnvironment(ClusterEnvironment):
     @staticmethod
     def detect() -> bool:
         """Whether this process was started by such a launcher."""
-        return launcher_name() in {*_MPI, *_OTHERS} and not LSFEnvironment.detect()
+        return launcher_name() in {*MPI, *OTHERS} and not LSFEnvironment.detect()
 
     def world_size(self) -> int:
         """The number of processes."""
@@ -327,12 +326,12 @@ def environment_of_launcher(plugins: list[Any], num_nodes: int) -> list[Any]:
     return [LaunchedEnvironment(str(launcher_name()), num_nodes)]
 
 
-def _found(launchers: dict[str, _Names]) -> str | None:
+def _found(launchers: dict[str, Names]) -> str | None:
     # The ranks that Lightning starts have WORLD_SIZE, too, but no RANK, or the one that this package has added.
     is_named = {
-        name: names.rank in os.environ and not (name == _PLAIN and _is_completed()) for name, names in launchers.items()
+        name: names.rank in os.environ and not (name == PLAIN and _is_completed()) for name, names in launchers.items()
     }
-    sizes = {name: _number_in(launchers[name].size, 1) for name in launchers if is_named[name]}
+    sizes = {name: number_in(launchers[name].size, 1) for name in launchers if is_named[name]}
     return next((name for name, size in sizes.items() if size > 1), None)
 
 
@@ -341,8 +340,8 @@ def _is_completed() -> bool:
     return os.environ.get(_COMPLETED) == f"{os.environ.get('RANK')}/{os.environ.get('WORLD_SIZE')}"
 
 
-def _names(launcher: str) -> _Names:
-    return (_MPI | _OTHERS).get(launcher) or _OTHERS[_PLAIN]  # torchrun's are the plain ones
+def _names(launcher: str) -> Names:
+    return (MPI | OTHERS).get(launcher) or OTHERS[PLAIN]  # torchrun's are the plain ones
 
 
 def _check_alone() -> None:
@@ -353,9 +352,18 @@ def _check_alone() -> None:
             f"this is one of {nodes} nodes (PET_NNODES), whose processes torchrun starts: run torchrun, or `polyphase"
             " launch --`, in front of the script; both take their options from these variables."
         )
-    rank = os.environ.get("RANK", "0")
-    if rank.isdecimal() and int(rank) > 0 and "WORLD_SIZE" not in os.environ:
-        raise ValueError(f"this is process {rank} of several (RANK), but WORLD_SIZE does not say of how many: set it.")
+    for names in {**MPI, **OTHERS}.values():
+        rank = number_in(names.rank, 0)
+        if rank > 0 and names.size not in os.environ:
+            raise ValueError(
+                f"this is process {rank} of several ({names.rank}), but {names.size} does not say of how many: set it."
+            )
+        # Of the ranks that Lightning starts, too, WORLD_SIZE is known alone.
+        if names.rank != "RANK" and names.rank not in os.environ and number_in(names.size, 1) > 1:
+            raise ValueError(
+                f"this is one of {os.environ[names.size]} processes ({names.size}), but {names.rank} does not say"
+                " which: set it."
+            )
 
 
 def _port_of(job: str) -> int:
@@ -389,6 +397,7 @@ ALL_FRAMES = "POLYPHASE_TRACEBACK"
 """Name of the variable; its value ``full`` makes the terminal show all frames of each traceback."""
 
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 _ELSEWHERE = "192.0.2.1"
 """An address that no machine has (RFC 5737)."""
 _SECRET = "POLYPHASE_JOB_SECRET"
@@ -405,7 +414,7 @@ def is_elastic() -> bool:
 
 def restart_count() -> int:
     """The number of times that the launcher has restarted this job."""
-    return max(_number_in(f"{name}_RESTART_COUNT", 0) for name in ("TORCHELASTIC", "SLURM"))
+    return max(number_in(f"{name}_RESTART_COUNT", 0) for name in ("TORCHELASTIC", "SLURM"))
 
 
 def has_rendezvous(cluster_environment: Any) -> bool:
@@ -456,9 +465,8 @@ def owns_master_port(environment: Any) -> Iterator[bool]:
 @contextmanager
 def bind_interface(interface: str | None) -> Iterator[None]:
     """In this context, gloo and TensorPipe listen on `interface`; None: on the configured interface, or loopback."""
-    names = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
-    with _restored(*names):
-        for name in names:
+    with _restored(*_INTERFACES):
+        for name in _INTERFACES:
             os.environ[name] = interface or os.environ.get(name) or _LOOPBACK
         yield
 
@@ -479,7 +487,11 @@ def listen_on_loopback() -> None:
     """Makes gloo listen on the loopback interface from now on, unless the user has set another.
 
     Otherwise it takes the interface with the address of the machine's name.
+
+    Raises:
+        ValueError: the user has set one that is not there.
     """
+    _check_interfaces()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
 
 
@@ -488,9 +500,23 @@ def listen_towards(address: str) -> None:
 
     Otherwise it takes the address of the machine's own name, which is 127.0.1.1 on Debian: the other machines would
     connect to themselves.
+
+    Raises:
+        ValueError: the user has set one that is not there.
     """
+    _check_interfaces()
     if (name := _interface_towards(address)) is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+
+
+def _check_interfaces() -> None:
+    interfaces = psutil.net_if_addrs()
+    for name in _INTERFACES:
+        if absent := {*filter(None, os.environ.get(name, "").split(","))} - interfaces.keys():
+            raise ValueError(
+                f"the environment variable {name}={os.environ[name]!r} names {' and '.join(sorted(absent))}, but the"
+                f" network interfaces of this machine are {', '.join(interfaces)}."
+            )
 
 
 def own_address() -> str:
@@ -522,7 +548,7 @@ def place_on_one_machine(environment: Any) -> str | None:
 
 def job_secret() -> bytes | None:
     """The secret that the processes of this job share; None if they have none."""
-    return (os.environ.get(_SECRET) or "".join(_kept_secrets)).encode() or None
+    return os.fsencode(os.environ.get(_SECRET) or "".join(_kept_secrets)) or None
 
 
 def job_marks() -> list[str]:
@@ -533,17 +559,17 @@ def job_marks() -> list[str]:
 
 def num_launched() -> int:
     """The number of processes that a launcher such as torchrun has started; 1 without a launcher."""
-    return _number_in("WORLD_SIZE", 1)
+    return number_in("WORLD_SIZE", 1)
 
 
 def master_port() -> int | None:
     """The port of the rendezvous, if the user or a launcher has set one."""
-    return _number_in("MASTER_PORT", 0) or None
+    return number_in("MASTER_PORT", 0) or None
 
 
 def launched_as() -> tuple[int, int, str]:
     """This process's rank in the job, its rank on the host, and the address of rank 0, as torchrun sets them."""
-    return _number_in("RANK", 0), _number_in("LOCAL_RANK", 0), os.environ.get("MASTER_ADDR") or "127.0.0.1"
+    return number_in("RANK", 0), number_in("LOCAL_RANK", 0), os.environ.get("MASTER_ADDR") or "127.0.0.1"
 
 
 def environment_with(more: Mapping[str, str]) -> dict[str, str]:
@@ -593,7 +619,7 @@ def parent_pid() -> int | None:
 
 def global_seed() -> int:
     """The seed of `seed_everything` where it was called, else of `torch.manual_seed`, else this process's own."""
-    return _number_in("PL_GLOBAL_SEED", torch.initial_seed())
+    return number_in("PL_GLOBAL_SEED", torch.initial_seed())
 
 
 def given_seed() -> int | None:

@@ -63,7 +63,14 @@ def defaults_from_environment(init: Callable[_P, None]) -> Callable[_P, None]:
     @reports_uncaught
     @functools.wraps(init)
     def with_defaults(*args: _P.args, **flags: _P.kwargs) -> None:
-        init(*args, **{**vars(_parse_env_variables(Trainer)), **flags})
+        defaults = vars(_parse_env_variables(Trainer))
+        try:
+            init(*args, **{**defaults, **flags})
+        except (TypeError, ValueError) as error:
+            names = [f"PL_TRAINER_{name.upper()}" for name in defaults if name not in flags]
+            if names:
+                error.add_note(f"Environment: {', '.join(f'{name}={os.environ[name]}' for name in names)}")
+            raise
 
     return with_defaults
 

@@ -46,10 +46,12 @@ __all__ = [
     "current_job",
     "has_ended",
     "in_words",
+    "meeting_endpoint",
     "missing_ranks",
     "name_of_start",
     "open_store",
     "process_key",
+    "reach",
     "this_process",
     "wait_for_all",
     "wait_for_ends",
@@ -470,25 +472,42 @@ def open_store(address: str, port: int, rank: int, timeout: timedelta, *, is_loc
     """
     endpoint = address, port
     if endpoint not in _servers:
-        if rank == 0:
-            _servers[endpoint] = _server(address, port, timeout, is_local)
-        else:
-            with waiting(_MEETING):
-                _servers[endpoint] = dist.TCPStore(address, port, is_master=False, timeout=timeout)
+        _endpoint[:] = [f"{address}:{port}"]
+        _servers[endpoint] = _server(address, port, timeout, is_local) if rank == 0 else reach(address, port, timeout)
     number = _num_opened[endpoint] = _num_opened.get(endpoint, -1) + 1
     return dist.PrefixStore(f"meeting/{number}", _servers[endpoint])
+
+
+def reach(address: str, port: int, timeout: timedelta) -> dist.Store:
+    """Connects to the store that another process hosts.
+
+    Args:
+        address: address of its machine.
+        port: the port on which it listens.
+        timeout: the longest time to wait for it.
+    """
+    _endpoint[:] = [f"{address}:{port}"]
+    with waiting(_MEETING):
+        return dist.TCPStore(address, port, is_master=False, timeout=timeout)
 
 
 def _server(address: str, port: int, timeout: timedelta, is_local: bool) -> dist.Store:
     options: dict[str, Any] = {"is_master": True, "wait_for_workers": False, "timeout": timeout}
     if is_local:
         # torch's own server listens on all interfaces, whatever its address.
-        family, _, _, _, address_info = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
         try:
+            family, _, _, _, address_info = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
             options["master_listen_fd"] = socket.create_server((address_info[0], port), family=family).detach()
         except OSError as error:
-            raise dist.DistNetworkError(f"rank 0 can't listen on {address}:{port}, for the others: {error}") from None
-    return dist.TCPStore(address, port, **options)
+            place = f"{address}:{port} (MASTER_ADDR and MASTER_PORT)"
+            raise dist.DistNetworkError(f"rank 0 can't listen on {place}, for the others: {error}") from None
+    # torch connects to its own server, too, for which this machine need not know the name by which others reach it.
+    return dist.TCPStore(address if is_local else "127.0.0.1", port, **options)
+
+
+def meeting_endpoint() -> str:
+    """Returns where this process meets the other ranks, for a message; empty before it has looked for them."""
+    return f" at {_endpoint[0]} (MASTER_ADDR and MASTER_PORT)" if _endpoint else ""
 
 
 def missing_ranks() -> list[int]:
@@ -497,6 +516,8 @@ def missing_ranks() -> list[int]:
 
 
 _missing: list[int] = []
+_endpoint: list[str] = []
+"""The address and port of the store that this process has opened or looked for last; none before that."""
 
 
 def _await(absent: Callable[[], list[int]], world_size: int, timeout: timedelta) -> None:

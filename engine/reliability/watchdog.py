@@ -32,7 +32,7 @@ from .failure import DONE, TOLD, Wakeup, delay_the_kill, print_rank, watch_paren
 from .flight_recorder import late_ranks
 from .hard_exit import hard_exit, started_ranks
 from .heartbeat import Heartbeat, describe
-from .rendezvous import LEFT, RankRegistry, current_job, in_words, missing_ranks, this_process
+from .rendezvous import LEFT, RankRegistry, current_job, in_words, meeting_endpoint, missing_ranks, this_process
 from .report import DIED, HOST_LOST, Report, because, blame, lost_ranks, store_lost
 from .stack_answers import StackAnswers
 from .tracebacks import shorten
@@ -327,6 +327,7 @@ class Watchdog:
             absent = self._absent(report)
             if absent:
                 message = f"{in_words(absent)} of {self.world_size} did not connect within {still_s:.0f} s"
+                message += meeting_endpoint()
             self._end("hang", message, absent)
         elif not self._has_warned:  # no other process waits for a single one: it ends only if a launcher restarts it
             self._has_warned = True

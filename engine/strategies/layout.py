@@ -27,7 +27,7 @@ from ..distributed.fillers import leave_out_fillers
 from ..distributed.object_group import WORLD, ObjectGroup
 from ..flags import Layout
 from ..launch.process_launchers import end_group_at_exit, make_launcher
-from ..reliability.rendezvous import connect, name_of_start, open_store, wait_for_all
+from ..reliability.rendezvous import connect, name_of_start, open_store, reach, wait_for_all
 from .compressing import CommHookMixin
 from .parameter_hooks import ParameterHooks
 from .whole_steps import as_whole, whole_in_hooks
@@ -398,7 +398,7 @@ class DistributedStrategy(EngineStrategy):
         environment = strategy.cluster_environment
         address, port = environment.main_address, environment.main_port
         if is_elastic():
-            store = dist.TCPStore(address, port, is_master=False, timeout=timeout)
+            store = reach(address, port, timeout)
             return dist.PrefixStore(name_of_start(store, rank, world_size, timeout), store)
         meeting_address = place_on_one_machine(environment) if strategy.num_nodes == 1 else None
         return open_store(meeting_address or address, port, rank, timeout, is_local=meeting_address is not None)

@@ -82,9 +82,9 @@ class Ending(NamedTuple):
     output: str
 
 
-def ending(hook: str, launcher: str, strategy: str = "ddp", *, folder: Path) -> Ending:
-    """Runs the job, in a folder of its own."""
-    words = warmed([sys.executable, __file__, hook, strategy])
+def ending(hook: str, launcher: str, strategy: str = "ddp", *more: str, folder: Path, script: str = __file__) -> Ending:
+    """Runs the job, in a folder of its own; `more` are words for another `script`."""
+    words = warmed([sys.executable, script, hook, strategy, *more])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT)}
     meeting = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = [{**meeting, "RANK": rank, "LOCAL_RANK": rank} for rank in "01"] if launcher == "hand" else [{}]

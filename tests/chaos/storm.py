@@ -34,6 +34,7 @@ from .job import POINTS
 __all__ = ["CONFIGURATIONS", "JOB", "TORCHRUN", "Job", "Outcome", "judge", "steps_since", "storm", "undisturbed"]
 
 CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "single": ("single", {"num_ranks": 1}),
     "ddp": ("ddp", {}),
     "ddp, accumulation": ("ddp", {"accumulate_grad_batches": 2}),
     "ddp, loader workers": ("ddp", {"num_workers": 2}),

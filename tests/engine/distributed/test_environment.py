@@ -10,8 +10,10 @@ import torch
 from polyphase.engine.distributed.environment import (
     child_environment,
     global_seed,
+    job_secret,
     launched_sizes,
     launcher_name,
+    listen_on_loopback,
     listen_towards,
     resolve_sizes,
 )
@@ -48,6 +50,7 @@ def launch(monkeypatch):
             }
         else:
             values = {"SLURM_NTASKS": per_node * num_nodes, "SLURM_NNODES": num_nodes, "SLURM_JOB_NAME": "train"}
+            values |= dict.fromkeys(("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"), 0)
         for name, value in values.items():
             monkeypatch.setenv(name, str(value))
 
@@ -213,6 +216,26 @@ def test_gloo_listens_where_the_other_machines_are(monkeypatch):
         name = os.environ.pop("GLOO_SOCKET_IFNAME", None)
         assert name is None or not any(a.startswith("127.") for a in by_name[name])
         assert address not in outward or address in by_name[name]
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     listen_towards("127.0.0.1")
-    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+
+
+@pytest.mark.parametrize("listen", [listen_on_loopback, lambda: listen_towards("127.0.0.1")])
+@pytest.mark.parametrize("name", ["GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"])
+def test_an_interface_that_is_not_there(monkeypatch, name, listen):
+    monkeypatch.setenv(name, "lo,none0")
+    with pytest.raises(ValueError, match=f"{name}='lo,none0' names none0, but the network interfaces .* are .*lo"):
+        listen()
+
+
+def test_a_default_that_can_not_be_is_told_with_its_variable(monkeypatch):
+    monkeypatch.setenv("PL_TRAINER_MAX_STEPS", "x")
+    with pytest.raises(ValueError, match="max_steps='x'") as caught:
+        Engine(**QUIET)
+    assert caught.value.__notes__[-1] == "Environment: PL_TRAINER_MAX_STEPS=x"
+
+
+def test_a_secret_may_have_any_bytes(monkeypatch):
+    monkeypatch.setenv("POLYPHASE_JOB_SECRET", "\udcff\udcfe")
+    assert job_secret() == b"\xff\xfe"

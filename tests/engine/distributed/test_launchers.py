@@ -1,6 +1,8 @@
 """Launchers that Lightning does not know: their processes are one run, or refused by name."""
 
 import os
+import re
+import sys
 
 import pytest
 from lightning.fabric.plugins.environments import KubeflowEnvironment
@@ -12,6 +14,7 @@ from polyphase.engine.distributed.environment import (
     rank_variables,
     resolve_sizes,
 )
+from tests.distributed import run_command
 
 from ..tiny import QUIET, Engine
 
@@ -19,6 +22,7 @@ NAMES = {
     "Open MPI": [f"OMPI_COMM_WORLD_{name}" for name in ("SIZE", "RANK", "LOCAL_RANK", "LOCAL_SIZE")],
     "MVAPICH": [f"MV2_COMM_WORLD_{name}" for name in ("SIZE", "RANK", "LOCAL_RANK", "LOCAL_SIZE")],
     "mpiexec": ["PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"],
+    "LSF": [f"JSM_NAMESPACE_{name}" for name in ("SIZE", "RANK", "LOCAL_RANK", "LOCAL_SIZE")],
     "RANK and WORLD_SIZE": ["WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"],
 }
 """Each launcher's variables: processes, number of this one, the same on this machine. From their manuals."""
@@ -29,7 +33,7 @@ MEETING = {"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "29501"}
 @pytest.fixture
 def set_variables(monkeypatch):
     """Sets variables, and no others that a launcher might have set."""
-    mine = ("SLURM_", "TORCHELASTIC_", "PET_", "MASTER_", *(name for names in NAMES.values() for name in names))
+    mine = ("SLURM_", "TORCHELASTIC_", "PET_", "MASTER_", "LSB_", *(name for names in NAMES.values() for name in names))
     for name in os.environ:
         if name.startswith(mine):
             monkeypatch.delenv(name)
@@ -113,6 +117,13 @@ class TestWhereTheyMeet:
             Engine(**QUIET, strategy="ddp")
 
 
+_TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+_SLURM = {"SLURM_NTASKS": 2, "SLURM_NNODES": 1, "SLURM_JOB_NAME": "train", "SLURM_NTASKS_PER_NODE": 2} | dict.fromkeys(
+    ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"), 0
+)
+_MPI = dict(zip(NAMES["Open MPI"], (2, 1, 1, 2), strict=True))
+
+
 class TestValues:
     """Of what a launcher or a person has set: told by name, before anything starts."""
 
@@ -141,9 +152,30 @@ class TestValues:
             ({"MASTER_ADDR": ""}, "MASTER_ADDR='' must be the name or the address"),
             ({"MASTER_ADDR": "host:29500"}, "MASTER_ADDR='host:29500' must .* its port belongs into MASTER_PORT"),
             ({"MASTER_ADDR": "tcp://host"}, "MASTER_ADDR='tcp://host' must"),
+            ({"MASTER_ADDR": "*"}, r"MASTER_ADDR='\*' must"),
+            ({"MASTER_ADDR": "-"}, "MASTER_ADDR='-' must"),
+            ({"MASTER_ADDR": "n\u00f6de..x"}, "MASTER_ADDR='n\u00f6de..x' must"),
+            ({"MASTER_ADDR": "a" * 300}, "MASTER_ADDR='aaa"),
             ({"NODE_RANK": "first"}, "NODE_RANK='first' must"),
             ({"SLURM_RESTART_COUNT": "once"}, "SLURM_RESTART_COUNT='once' must"),
             ({"PL_GLOBAL_SEED": "lucky"}, "PL_GLOBAL_SEED='lucky' must"),
+            ({"PL_SEED_WORKERS": "yes"}, "PL_SEED_WORKERS='yes' must be a whole number from 0 to 1"),
+            ({"RANK": ""}, "RANK='' must"),
+            ({"LOCAL_RANK": ""}, "LOCAL_RANK='' must"),
+            ({"GROUP_RANK": ""}, "GROUP_RANK='' must"),
+            ({"MASTER_PORT": ""}, "MASTER_PORT='' must"),
+            ({"STANDALONE_PORT": ""}, "STANDALONE_PORT='' must"),
+            ({"RANK": 0, "WORLD_SIZE": 2, "TORCHELASTIC_RUN_ID": "x", "LOCAL_RANK": "one"}, "LOCAL_RANK='one' must"),
+            ({"SLURM_NTASKS": 2, "SLURM_JOB_NAME": "train", "SLURM_PROCID": " "}, "SLURM_PROCID=' ' must"),
+            ({"SLURM_NTASKS": 2, "SLURM_JOB_NAME": "train", "SLURM_JOB_ID": "abc"}, "SLURM_JOB_ID='abc' must"),
+            ({"LSB_JOBID": "x"}, "LSB_JOBID='x' must"),
+            ({"LOCAL_RANK": 5}, r"LOCAL_RANK=5 doesn't fit 1 node\(s\) of 2 process\(es\) each: it is from 0 to 1"),
+            ({"NODE_RANK": 1}, "NODE_RANK=1 doesn't fit 1 node"),
+            ({"GROUP_RANK": 3}, "GROUP_RANK=3 doesn't fit 1 node"),
+            (_TORCHRUN | {"LOCAL_RANK": 2}, "LOCAL_RANK=2 and LOCAL_WORLD_SIZE=2 contradict"),
+            (_TORCHRUN | {"GROUP_RANK": 1}, "GROUP_RANK=1 doesn't fit 1 node"),
+            (_SLURM | {"SLURM_LOCALID": 2}, "SLURM_LOCALID=2 doesn't fit 1 node"),
+            (_SLURM | {"SLURM_NODEID": 7}, "SLURM_NODEID=7 doesn't fit 1 node"),
         ],
     )
     def test_one_that_can_not_be(self, set_variables, variables, said):
@@ -151,9 +183,53 @@ class TestValues:
         with pytest.raises(ValueError, match=rf"^the environment variables? {said}"):
             Engine(**QUIET, strategy="ddp", devices=2)
 
+    @pytest.mark.parametrize("name", ["RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK"])
+    def test_one_that_is_read_while_lightning_is_imported(self, name):
+        script = "from polyphase.engine import Engine\nimport lightning\n"
+        finished = run_command(["/usr/bin/env", f"{name}=1.0", sys.executable, "-c", script], cold=True)
+        said = f"ValueError: the environment variable {name}='1.0' must be a whole number"
+        assert finished.output.splitlines()[-1].startswith(said), finished.output
+
+    @pytest.mark.parametrize("lines", [None, "", "batch\n", "batch\nelsewhere\n", b"\xff", "folder", "pipe"])
+    def test_a_file_of_hosts_that_is_none(self, set_variables, tmp_path, lines):
+        path = tmp_path / "hosts"
+        if lines == "folder":
+            path.mkdir()
+        elif lines == "pipe":
+            os.mkfifo(path)
+        elif lines is not None:
+            path.write_bytes(lines if isinstance(lines, bytes) else lines.encode())
+        set_variables(dict(zip(NAMES["LSF"], (2, 0, 0, 2), strict=True)))
+        set_variables({"LSB_JOBID": 17, "LSB_DJOB_RANKFILE": str(path)})
+        said = re.escape(f"the environment variable LSB_DJOB_RANKFILE={str(path)!r} must name a file with a host on")
+        with pytest.raises(ValueError, match=said):
+            Engine(**QUIET, strategy="ddp")
+
+    @pytest.mark.parametrize(
+        ("variables", "missing", "said"),
+        [
+            (_TORCHRUN, "RANK", "TORCHELASTIC_RUN_ID=x says that torchrun has started this process, .* without RANK: "),
+            (_TORCHRUN, "LOCAL_RANK", "but not as which, without LOCAL_RANK: start it by torchrun, or unset TORCHELA"),
+            (_TORCHRUN, "WORLD_SIZE", "without WORLD_SIZE"),
+            (
+                _SLURM,
+                "SLURM_PROCID",
+                "SLURM_NTASKS=2 says that SLURM has .* without SLURM_PROCID: start it by srun",
+            ),
+            (_SLURM, "SLURM_LOCALID", "without SLURM_LOCALID"),
+            (_SLURM, "SLURM_NODEID", "without SLURM_NODEID"),
+            (_MPI, "OMPI_COMM_WORLD_SIZE", r"process 1 of several \(OMPI_COMM_WORLD_RANK\), but OMPI_COMM_WORLD_SIZE"),
+            (_MPI, "OMPI_COMM_WORLD_RANK", r"one of 2 processes \(OMPI_COMM_WORLD_SIZE\), but OMPI_COMM_WORLD_RANK"),
+        ],
+    )
+    def test_one_that_is_missing(self, set_variables, variables, missing, said):
+        set_variables({name: value for name, value in variables.items() if name != missing})
+        with pytest.raises(ValueError, match=said):
+            Engine(**QUIET, strategy="ddp", devices=2)
+
     @pytest.mark.parametrize("address", ["10.0.0.7", "node-1.cluster_a", "::1", "[fe80::1%eth0]", "::ffff:10.0.0.7"])
     def test_addresses(self, set_variables, address):
-        set_variables({"MASTER_ADDR": address, "MASTER_PORT": " 29500 ", "RANK": "", "SLURM_RESTART_COUNT": ""})
+        set_variables({"MASTER_ADDR": address, "MASTER_PORT": " 29500 "})
         Engine(**QUIET, strategy="ddp", devices=2)
 
 

@@ -143,6 +143,8 @@ class SlowToEnd(Callback):
 
 
 def main(strategy: str, devices: str, rank: str, trouble: str, timeout_s: str) -> None:
+    if trouble == "alone":
+        watchdog._CONNECTING_S = 1.0
     if trouble == "absent":
         watchdog._IMPORTING_S = 1.0
         if os.environ.get("LOCAL_RANK", "0") == rank:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import psutil
 import pytest
 
 from tests import warm
-from tests.distributed import run_command, warmed
+from tests.distributed import free_port, run_command, warmed
 from tests.pairs import nightly
 
 SCRIPT = Path(__file__).with_name("faulty_run.py")
@@ -61,6 +62,41 @@ def test_a_rank_that_never_comes_is_named():
     assert "hang, because of rank 1: rank 1 of 2 did not connect within " in finished.output
     report = the_report()
     assert (report["first_failing_rank"], report["kind"], report["written_by"]["rank"]) == (1, "hang", 0)
+
+
+ELSEWHERE = "no.such.host.invalid"
+
+
+@pytest.mark.parametrize(
+    ("rank", "address", "more"),
+    [
+        (0, ELSEWHERE, {}),  # it has opened its store all the same, and waits for the other one
+        (1, ELSEWHERE, {}),
+        *nightly(
+            (0, "192.0.2.1", {}),
+            (1, "192.0.2.1", {}),
+            # torchrun's agent is gone
+            (0, "127.0.0.1", {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "x", "LOCAL_RANK": 0}),
+        ),
+    ],
+)
+def test_where_a_rank_looks_for_the_others_is_named(rank, address, more, monkeypatch):
+    port = free_port()
+    variables = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": address, "MASTER_PORT": port, **more}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, str(value))
+    finished = run_command(command("ddp", 1, "alone", 2, devices=2 if more else 1), timeout_s=60)
+    assert finished.returncode == 1, finished.output
+    said = f"rank {1 - rank} of 2 did not connect within \\d s at {address}:{port} \\(MASTER_ADDR and MASTER_PORT\\)"
+    assert re.search(said, finished.output), finished.output
+
+
+def test_an_address_on_which_rank_0_can_not_listen_is_named(monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", ELSEWHERE)
+    finished = run_command(command("ddp_fork", 1, "none", 10), timeout_s=60)
+    assert finished.returncode == 1, finished.output
+    assert f"rank 0 can't listen on {ELSEWHERE}:" in finished.output
+    assert " (MASTER_ADDR and MASTER_PORT), for the others: [Errno -2] Name or service not known" in finished.output
 
 
 def test_a_rank_that_ends_before_the_others_know_it_is_named():
