@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from polyphase.engine.checkpoint import AsyncCheckpointer, CheckpointError, read_manifest
+from polyphase.engine.checkpoint import AsyncCheckpointer, CheckpointError, dcp_storage, read_manifest
 from polyphase.engine.checkpoint.checked_io import Files
 from polyphase.engine.checkpoint.dcp_storage import tensors_in
 
@@ -43,6 +43,15 @@ def test_an_index_that_no_reader_opens_is_not_written(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match=r"its tensors\.json would have \d+ bytes, and no reader opens more"):
         save(tmp_path / "x")
     assert not (tmp_path / "x").exists()
+
+
+def test_an_index_is_opened_up_to_256_mib(tmp_path, monkeypatch):
+    """As docs/security.md says."""
+    assert dcp_storage._INDEX_MOST_BYTES == 256 << 20
+    path = save(tmp_path / "x")
+    monkeypatch.setattr(dcp_storage, "_INDEX_MOST_BYTES", 100)
+    with pytest.raises(CheckpointError, match=r"tensors\.json has more than 100 bytes"):
+        AsyncCheckpointer().load(path)
 
 
 def test_a_tensor_is_read_into_its_place(tmp_path):

@@ -146,6 +146,15 @@ def test_a_changed_word_is_not_opened(content, change, at):
     assert changed == message or verified("here", changed) is None
 
 
+def test_a_signature_is_of_one_key_and_one_secret(monkeypatch):
+    monkeypatch.setenv("POLYPHASE_JOB_SECRET", "ours")
+    message = signed("here", b"content")
+    assert verified("here", message) == b"content"
+    assert verified("there", message) is None
+    monkeypatch.setenv("POLYPHASE_JOB_SECRET", "theirs")
+    assert verified("here", message) is None
+
+
 @given(st.recursive(st.none() | st.integers() | st.text(max_size=5), lambda each: st.lists(each, max_size=3)))
 def test_only_objects_with_the_fields_are_words(value):
     assert parsed(json.dumps(value).encode(), {"rank": int}, 2) is None

@@ -20,7 +20,7 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
 
 from polyphase.engine import Engine
-from polyphase.engine.launch.process_launchers import _Workers, check_forks
+from polyphase.engine.launch.process_launchers import _Stored, _Workers, check_forks
 from tests.engine.tiny import QUIET, Regression, rows
 
 pytestmark = pytest.mark.timeout(60)
@@ -126,6 +126,16 @@ def test_a_fork_keeps_what_its_parent_has_dropped():
     finally:
         gc.enable()
         gc.collect()
+
+
+def test_what_is_unpickled_again_is_in_a_folder_of_the_users_own():
+    """As docs/security.md says."""
+    stored = _Stored({"any": object})
+    folder = Path(stored.path).parent
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert folder.stat().st_uid == os.getuid()
+    assert stored.take() == {"any": object}
+    assert not folder.exists()
 
 
 class Stuck(Callback):

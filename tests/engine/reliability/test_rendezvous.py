@@ -3,10 +3,12 @@
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
+import psutil
 import pytest
 import torch.distributed as dist
 
-from polyphase.engine.reliability.rendezvous import name_of_start
+from polyphase.engine.reliability.rendezvous import name_of_start, open_store
+from tests.distributed import free_port
 
 PATIENCE = timedelta(seconds=10)
 
@@ -41,3 +43,14 @@ def test_a_start_that_failed_half_way_is_forgotten(server, died):
 def test_those_who_did_not_come_are_named(server):
     with pytest.raises(TimeoutError, match=r"ranks 1-2 of 3 did not connect within 0:00:00.2"):
         name_of_start(server, 0, 3, timedelta(seconds=0.2))
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(("is_local", "places"), [(True, {"127.0.0.1"}), (False, {"::", "0.0.0.0"})])
+def test_on_several_machines_rank_0_listens_everywhere_and_needs_no_name_of_its_own(is_local, places):
+    port = free_port()
+    store = open_store("127.0.0.1" if is_local else "no.such.host.invalid", port, 0, PATIENCE, is_local=is_local)
+    store.set("here", "yes")
+    listening = [each.laddr for each in psutil.Process().net_connections() if each.status == psutil.CONN_LISTEN]
+    assert {place.ip for place in listening if place.port == port} <= places
+    assert port in {place.port for place in listening}
