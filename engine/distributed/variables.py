@@ -5,6 +5,7 @@ error has neither the name nor the value.
 """
 
 import os
+from collections.abc import Sequence
 from typing import NamedTuple
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "Names",
     "check_imported_numbers",
     "number_in",
+    "with_values",
 ]
 
 
@@ -78,6 +80,11 @@ def number_in(name: str, default: int) -> int:
             f" {allowed[-1]}: correct it, or unset it where no launcher has set it."
         )
     return number
+
+
+def with_values(names: Sequence[str]) -> str:
+    """The variables with their values, for a message."""
+    return ", ".join(f"{name}={os.environ[name]}" for name in names)
 
 
 def check_imported_numbers() -> None:

@@ -29,6 +29,7 @@ from ..data.batch_sizes import BatchSizes
 from ..data.exhausted import naming_exhausted_iterators
 from ..distributed.environment import keeping_interface, rank_variables
 from ..distributed.object_group import SELF, WORLD, ObjectGroup
+from ..distributed.variables import with_values
 from ..flags import check_count
 from ..loggers.run_names import check_run_name, logging_run_parameters, use_run_logger
 from ..reliability.failure import report_failure
@@ -69,7 +70,7 @@ def defaults_from_environment(init: Callable[_P, None]) -> Callable[_P, None]:
         except (TypeError, ValueError) as error:
             names = [f"PL_TRAINER_{name.upper()}" for name in defaults if name not in flags]
             if names:
-                error.add_note(f"Environment: {', '.join(f'{name}={os.environ[name]}' for name in names)}")
+                error.add_note(f"Environment: {with_values(names)}")
             raise
 
     return with_defaults

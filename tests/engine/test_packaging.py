@@ -345,6 +345,7 @@ def test_only_what_is_about_the_environment_reads_it():
     readers = [path.relative_to(ROOT).as_posix() for path in SOURCES if {"os.environ", "os.getenv"} & _attributes(path)]
     assert readers == [
         "engine/distributed/environment.py",
+        "engine/distributed/variables.py",
         "engine/launch/command.py",
     ]
 
