@@ -59,7 +59,9 @@ _STATES: dict[type[Callback], Any] = {EarlyStopping: _EarlyStopping, ModelCheckp
 def wrong_in_callbacks(callbacks: Iterable[Callback], states: dict[Any, Any]) -> str | None:
     """Returns the first part of the states of Lightning's callbacks that is wrong, or None."""
     for callback in callbacks:
-        kind = next((kind for kind in _STATES if getattr(type(callback), "load_state_dict", None) is kind.load_state_dict), None)
+        kind = next(
+            (kind for kind in _STATES if getattr(type(callback), "load_state_dict", None) is kind.load_state_dict), None
+        )
         state = states.get(callback.state_key)
         if kind and state and (wrong := problem(state, _STATES[kind], f"callbacks.{callback.state_key}")):
             return wrong
