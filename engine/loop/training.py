@@ -120,7 +120,7 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
     def reset(self) -> None:
         """Resets the loop at the start of each epoch; hides Lightning's warning if the data's position is known."""
         with warnings.catch_warnings():
-            if self.restarting and self.trainer._checkpoint_connector.knows_data_position:  # type: ignore[attr-defined]
+            if self.restarting and self.trainer._checkpoint_connector.run_state.place.is_known:  # type: ignore[attr-defined]
                 # Lightning warns of every loader without a state_dict, but this one resumes at its position.
                 warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
             super().reset()
@@ -134,7 +134,7 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
             data.data_position.data_epochs.restart_changed_streams(data_fetcher, data.data_position.epoch)
             self._begin_new_loaders(data_fetcher)
         super().on_run_start(data_fetcher)
-        self.trainer._checkpoint_connector.restore_random_state()  # type: ignore[attr-defined]
+        self.trainer._checkpoint_connector.run_state.random.set()  # type: ignore[attr-defined]
         data.data_position.restore_states()
         self.automatic_optimization.begin_epoch()
         self._begin_optimization()
@@ -186,7 +186,7 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
         fit_loop: Any = self.trainer.fit_loop
         is_second, fit_loop.begins_with_new_loaders = fit_loop.begins_with_new_loaders, False
         if is_second and self.trainer.current_epoch > 0:  # Lightning: _TrainingEpochLoop.on_run_start
-            self.trainer._checkpoint_connector.restore_random_state()  # type: ignore[attr-defined]
+            self.trainer._checkpoint_connector.run_state.random.set()  # type: ignore[attr-defined]
             self.trainer._data_connector.data_position.restore_states()  # type: ignore[attr-defined]
             self.trainer._data_connector.data_position.restart_loaders()  # type: ignore[attr-defined]
             iter(data_fetcher)
@@ -194,7 +194,7 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
     @property
     def _begins_epoch(self) -> bool:
         # Lightning: zero batches count as a multiple of val_check_interval, so the validation loaders would draw.
-        return self.batch_progress.current.ready == 0 and self.trainer._checkpoint_connector.knows_data_position  # type: ignore[attr-defined]
+        return self.batch_progress.current.ready == 0 and self.trainer._checkpoint_connector.run_state.place.is_known  # type: ignore[attr-defined]
 
     def _mark_step(self, num_steps: int) -> None:
         self._batches_at_step, self._marked_step = self.batch_progress.current.ready, num_steps

@@ -7,7 +7,7 @@ own shards. Loaded are the engine's checkpoints and Lightning's own files.
 
 A resumption goes, in this order, through `resume_start`, which checks and opens the checkpoint; `restore_model`;
 `restore_callbacks`; `restore_loops`, with the place in the data; `restore_training_state`, with optimizers, schedulers
-and the strategy's state; and, before the first batch, `restore_random_state`.
+and the strategy's state; and, before the first batch, `run_state.random`.
 """
 
 import os
@@ -609,7 +609,7 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
         """Ends the restoring; called by Lightning."""
         super().resume_end()
         if self.run_state.place.is_between_epochs:
-            self.restore_random_state()  # the next epoch's loader draws from it
+            self.run_state.random.set()  # the next epoch's loader draws from it
 
     def restore_precision_plugin_state(self) -> None:
         """Restores the state of the precision, such as the loss scale."""
@@ -631,15 +631,6 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
     def _refuse(self, wrong: str | None) -> None:
         if wrong:
             raise CheckpointError(f"The checkpoint {self._ckpt_path} can't be continued: {wrong}.")
-
-    def restore_random_state(self) -> None:
-        """Sets the random state of the checkpoint, once; called before the first batch."""
-        self.run_state.random.set()
-
-    @property
-    def knows_data_position(self) -> bool:
-        """Whether the checkpoint that was opened has the position in the data."""
-        return self.run_state.place.is_known
 
     # --- what is saved, and how
 
