@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from .attachments import carry_over, swap
 from .checkpoint.strided_shards import Blocks
+from .distributed.buckets import local_part
 from .flags import did_you_mean
 from .foreign import open_plain, problem
 
@@ -158,7 +159,7 @@ def make_room(module: nn.Module) -> None:
 
 
 def _allocate(tensor: Tensor, device: torch.device | str) -> None:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local = local_part(tensor)
     if not local.is_meta:
         return
     fresh: Tensor = torch.empty(local.shape, dtype=local.dtype, device=device)
@@ -173,7 +174,7 @@ def _read(tensor: Tensor, place: _Place, device: torch.device | str) -> None:
     # Opened for each tensor: pages that were read stay in memory until the file is closed.
     with torch.no_grad(), safe_open(place.path, framework="pt") as file:
         if not place.shape:
-            (tensor.to_local() if isinstance(tensor, DTensor) else tensor).copy_(file.get_tensor(place.key))
+            local_part(tensor).copy_(file.get_tensor(place.key))
             return
         stored = file.get_slice(place.key)
         for offset, piece in _pieces(tensor):

@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 
 from ..devices import module_of
+from ..distributed.buckets import local_part
 from ..distributed.object_group import SELF, ObjectGroup, num_ranks
 from ..distributed.waits import waiting
 from .checked_io import Files, resolve
@@ -623,8 +624,8 @@ class _DeviceCopies:
         """Returns copies of as many of the tensors as there is room for."""
         room, chosen, held = self._room_bytes(), {}, 0
         for key, tensor in tensors.items():
-            if _is_usual(tensor) and held + _local(tensor).nbytes <= room:
-                chosen[key], held = tensor, held + _local(tensor).nbytes
+            if _is_usual(tensor) and held + local_part(tensor).nbytes <= room:
+                chosen[key], held = tensor, held + local_part(tensor).nbytes
         former, self._copies = self._copies, {}
         if not chosen:
             return {}
@@ -668,7 +669,7 @@ def _copy_like(tensor: Tensor, former: Tensor | None) -> Tensor:
     """Returns an uninitialised tensor like `tensor`: `former`, if its shape, dtype and layout are the same."""
     if former is None or _form(former) != _form(tensor):
         return torch.empty_like(tensor, requires_grad=False)
-    local = _local(former)
+    local = local_part(former)
     local.untyped_storage().resize_(local.nbytes)
     return former
 
@@ -686,8 +687,4 @@ def _form(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _locals(tensors: _Tensors) -> list[Tensor]:
-    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors.values()]
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return [*map(local_part, tensors.values())]

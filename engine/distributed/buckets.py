@@ -19,12 +19,18 @@ __all__ = [
     "flatten",
     "give_value",
     "in_buckets",
+    "local_part",
     "move_module",
     "share_buffers",
     "tell_device",
     "unflatten",
     "unsharded_tensors",
 ]
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Returns what this rank has of a tensor that may be split over ranks."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def in_buckets(tensors: Iterable[Tensor], largest_mb: float) -> Iterator[list[Tensor]]:

@@ -22,11 +22,11 @@ from lightning.pytorch.utilities import rank_zero_info
 # Lightning: recognises the out-of-memory errors of CUDA, cuDNN and the CPU.
 from lightning.pytorch.utilities.memory import is_oom_error
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from .._compat.lightning import _DataLoaderIterDataFetcher
 from ..devices import module_of, peak_bytes
+from ..distributed.buckets import local_part
 from ..distributed.object_group import WORLD
 from ..strategies import adapt
 from ..strategies.step_guard import StepSnapshot
@@ -215,5 +215,4 @@ def held_bytes(module: nn.Module, optimizers: Iterable[Optimizer]) -> dict[str, 
 
 def _bytes(values: Iterable[Any]) -> int:
     tensors = [value for value in values if isinstance(value, Tensor) and not value.is_meta]
-    local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
-    return sum(tensor.numel() * tensor.element_size() for tensor in local)
+    return sum(local.numel() * local.element_size() for local in map(local_part, tensors))

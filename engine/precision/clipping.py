@@ -15,6 +15,7 @@ from torch.nn.utils import get_total_norm
 
 from ..compression.counting_group import accumulation_dtype
 from ..devices import multiply
+from ..distributed.buckets import local_part
 
 __all__ = ["clip_by_norm", "clip_by_value", "local_values", "norm_of"]
 
@@ -29,7 +30,7 @@ def norm_of(parameters: Iterable[Tensor]) -> Tensor:
     for p in parameters:
         if p.grad is not None:
             _sum_over_ranks(p)
-            by_cut[_cut(p.grad)].append(_local(p.grad))
+            by_cut[_cut(p.grad)].append(local_part(p.grad))
     if not by_cut:
         return torch.zeros(())
     norms = [_over_ranks(get_total_norm(local), *cut) for cut, local in by_cut.items()]
@@ -53,7 +54,7 @@ def clip_by_norm(
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
     total = (norm or norm_of)(parameters)
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # torch: clip_grads_with_norm_
-    multiply((_local(p.grad) for p in parameters if p.grad is not None), factor)
+    multiply((local_part(p.grad) for p in parameters if p.grad is not None), factor)
     return total
 
 
@@ -62,7 +63,7 @@ def clip_by_value(parameters: Iterable[Tensor], max_value: float) -> None:
     for p in parameters:
         if p.grad is not None:
             _sum_over_ranks(p)
-            _local(p.grad).clamp_(-max_value, max_value)
+            local_part(p.grad).clamp_(-max_value, max_value)
 
 
 def _sum_over_ranks(parameter: Tensor) -> None:
@@ -92,9 +93,5 @@ def _over_ranks(norm: Tensor, mesh: Any, axes: tuple[int, ...]) -> Tensor:
 
 def local_values(gradient: Tensor) -> Tensor:
     """Returns what this rank has of a gradient, as a dense tensor of the same memory."""
-    local = _local(gradient)
+    local = local_part(gradient)
     return local._values() if local.is_sparse else local
-
-
-def _local(gradient: Tensor) -> Tensor:
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..devices import multiply
+from ..distributed.buckets import local_part
 from .clipping import local_values
 
 __all__ = ["LossScaler", "Parameters", "ScaledPrecision", "one_update"]
@@ -152,7 +153,7 @@ class LossScaler(torch.amp.GradScaler):
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, False)
         by_dtype = defaultdict(list)
         for gradient in gradients:
-            by_dtype[gradient.dtype].append(gradient.to_local() if isinstance(gradient, DTensor) else gradient)
+            by_dtype[gradient.dtype].append(local_part(gradient))
         with torch.no_grad():
             for local in by_dtype.values():
                 torch._amp_foreach_non_finite_check_and_unscale_(local, found_inf, inv_scale)

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, distribute_tensor
 
 from ..._compat.torch import DTensorSpec, tree_leaves, tree_map_only
+from ...distributed.buckets import local_part
 from ..contents import begin_count, end_count, num_writes
 from ..whole_steps import GATHERED
 from .unit_order import READ, WRITE, UnitOrder
@@ -220,7 +221,7 @@ class _Writes:
                 " rank has a shard of it: write in a hook, such as on_train_batch_end, or choose 'pp', 'pp+ddp' or"
                 " 'fsdp'."
             )
-        wholes = [_local(p._unsharded_param).detach() for p in written]
+        wholes = [local_part(p._unsharded_param).detach() for p in written]
         names = [p._param_fqn or "?" for p in written]
         if self._order is not None:
             self._order.check(WRITE)
@@ -243,11 +244,7 @@ class _Writes:
             mesh, dim = parameter.mesh_info, parameter.fsdp_placement.dim
             shards = whole.chunk(mesh.shard_mesh_size, dim)
             if mesh.shard_mesh_rank < len(shards):
-                _local(parameter.sharded_param).copy_(shards[mesh.shard_mesh_rank])
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+                local_part(parameter.sharded_param).copy_(shards[mesh.shard_mesh_rank])
 
 
 # `float(p.norm())` and `p.sum().item()` of a sharded parameter give the number of the whole, not of this rank's shard.

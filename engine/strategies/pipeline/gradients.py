@@ -15,10 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from ...compression import Bucket, CommHook, CountingGroup, ParamSlice
 from ...compression.counting_group import accumulation_dtype
+from ...distributed.buckets import local_part
 from ...distributed.object_group import ObjectGroup
 from ...precision.clipping import norm_of
 
@@ -138,7 +138,7 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
     """Returns this rank's part of a gradient; zeros if there is none."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
-    return parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+    return local_part(parameter.grad)
 
 
 def _of_one_dtype(parameters: Sequence[nn.Parameter]) -> Iterable[list[Tensor]]:
