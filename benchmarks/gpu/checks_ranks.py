@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from polyphase.engine import Engine
 from polyphase.engine.compression import CountingGroup
-from polyphase.engine.strategies.pipeline.tree_broadcast import TreeBroadcast
+from polyphase.engine.strategies.pipeline.shapes import TreeBroadcast
 
 from . import device
 from .child import ROOT, Outcome, elsewhere, two_ranks

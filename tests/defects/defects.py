@@ -14,8 +14,7 @@ from polyphase.engine.loop.loss_weighting import LossWeighting
 from polyphase.engine.precision import clipping
 from polyphase.engine.strategies.fsdp import strategy as fsdp
 from polyphase.engine.strategies.optimizer_trial import Habits
-from polyphase.engine.strategies.pipeline import attribute_writes, gradients, run, strategy
-from polyphase.engine.strategies.pipeline import remote_parameters as remote
+from polyphase.engine.strategies.pipeline import attribute_writes, gradients, plan, run, strategy
 from polyphase.engine.strategies.tensor import strategy as tensor
 from tests.callbacks.test_replica_guard_integration import not_added_up
 from tests.engine.strategies.fsdp.test_unit_order_integration import Skipping
@@ -194,7 +193,7 @@ DEFECTS = {
         [(strategy, "habits_of", lambda optimizer: Habits("steps each parameter by itself"))],
     ),
     "clipping by hand by the norm of a stage": Defect(
-        "pp", Model(_ClipsByHand, _MLP), [(remote, "_may_know_gradient", lambda: True)]
+        "pp", Model(_ClipsByHand, _MLP), [(plan, "_may_know_gradient", lambda: True)]
     ),
     "BatchNorm of micro-batches": Defect("pp", _NORMED, [(run, "batch_norm_warning", nothing)]),
     "a spectral norm of micro-batches": Defect("pp", MODELS["spectral norm"], [(run, "buffers_warning", nothing)]),

@@ -20,7 +20,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from .remote_values import CutError, users_line
-from .tree_broadcast import TreeBroadcast
+from .shapes import TreeBroadcast
 
 __all__ = ["StepLog", "idle_text", "share_metrics", "unshare_metrics"]
 

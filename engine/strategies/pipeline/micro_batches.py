@@ -17,9 +17,8 @@ from .attribute_writes import REMEDY, Key
 from .parameter_writes import KeptValues, advances_text
 from .reachable_state import Place, ReachableState, sums
 from .remote_values import tensors_in
-from .shapes import Shapes, zeros_of
+from .shapes import Shapes, TensorSlot, zeros_of
 from .stage_module import StageModule
-from .tree_broadcast import TensorSlot
 
 __all__ = [
     "batch_norm_warning",

@@ -11,10 +11,9 @@ from torchmetrics import Metric
 
 from ...distributed.object_group import ObjectGroup
 from .attribute_writes import AttributeGuard, StageWrites
-from .loans import BorrowedParameters
 from .parameter_writes import ParameterWrites
 from .plan import StagePlan
-from .received_values import FilledTensors
+from .received_values import BorrowedParameters, FilledTensors
 from .shapes import Shapes
 
 if TYPE_CHECKING:

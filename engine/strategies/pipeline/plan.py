@@ -1,4 +1,4 @@
-"""Plans pipeline stages: cuts a module into stages, and says which stages hold a parameter.
+"""Plans pipeline stages: cuts a module, says which stages hold a parameter, and puts stand-ins where others do.
 
 The units are the module's repeated blocks: the children of its longest `ModuleList` or `Sequential` of one class. Among
 containers of equal length, one with trained parameters is preferred. Without such a container, they are the children of
@@ -11,16 +11,40 @@ module that has them, are held by each of these.
 
 import dataclasses
 import functools
+import os
+import sys
+import types
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
 
-from torch import nn
+import torch
+from lightning.pytorch import Callback, LightningModule
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+from torch.optim import Optimizer
 from torchmetrics import Metric
 
+from ...attachments import carry_over
 from ..units import block_lists, check_inside
-from .remote_parameters import RemoteTensor
+from .remote_values import (
+    CONTENT,
+    FORM,
+    MOVES,
+    NOT_THE_USERS,
+    READS,
+    CutError,
+    Draws,
+    is_users,
+    mark_origin,
+    moved,
+    origin_of,
+    tensors_in,
+    to_meta,
+    users_line,
+)
 
-__all__ = ["StagePlan", "plan_stages", "replace_absent"]
+__all__ = ["RemoteTensor", "StagePlan", "plan_stages", "replace_absent"]
 
 _REMEDY = "give the module a method pipeline_stages() that returns its parts, one list of sub-modules for each stage"
 
@@ -230,3 +254,243 @@ def _assign_modules(
             yield from visit(child)
 
     yield from visit(module)
+
+
+# --- stand-ins for parameters that another pipeline stage holds, outside of a step: a shape and a name without content
+# torch accepts tensors on the meta device silently: an average of weights in a hook (`p.lerp_(q, 0.01)`) would do
+# nothing, and a norm of all gradients would be that of one stage. What user code computes with a `RemoteTensor` has no
+# content either, and to write that into a `RemoteTensor` does nothing: so code that changes each parameter by itself (a
+# maximum norm, a clamp, rows of zeros) has its effect on the stage that holds it. Code that reads such values, draws
+# random numbers by them or writes them into a tensor with content gets an error that names the parameter. In a step,
+# `RemoteValueMode` handles such tensors. torch, Lightning and this package may pass them on, since this code expects
+# tensors without content. An optimizer may read the gradient: it is None.
+
+
+_TORCH, _LIGHTNING, *_ = NOT_THE_USERS
+_OPTIMIZERS = os.path.join(_TORCH, "optim", "")
+_DISPATCH_FILES = tuple(
+    _TORCH + path for path in ("overrides.py", "_tensor.py", os.path.join("utils", "_contextlib.py"))
+)
+"""Files of torch between a call and `__torch_function__`."""
+_FOR_THE_USER = (
+    os.path.join(_TORCH, "nn", "utils", ""),
+    os.path.join(_TORCH, "nn", "modules", ""),
+    os.path.join(_TORCH, "nn", "functional.py"),
+    os.path.join(_TORCH, "nn", "init.py"),
+    os.path.join(_TORCH, "functional.py"),
+    os.path.join(_TORCH, "optim", "swa_utils.py"),
+    os.path.join(_LIGHTNING, "pytorch", "utilities", "grads.py"),
+)
+"""Library code that computes with the values of its arguments, for its caller."""
+_LOG = _LIGHTNING, os.path.join(NOT_THE_USERS[-1], "loop", "")
+"""They log values, and accumulate them."""
+_INIT = os.path.join(_TORCH, "nn", "init.py")
+_AVERAGES = tuple(
+    os.path.join(_LIGHTNING, "pytorch", "callbacks", name)
+    for name in ("weight_averaging.py", "stochastic_weight_avg.py")
+)
+"""They compute each parameter's average by itself, into a copy that has no content where the parameter has none."""
+_MAKES = os.path.join(_TORCH, "nn", "parameter.py")
+_PASSES_ON = os.path.join(_TORCH, "nn", "modules", "module.py")
+
+
+class RemoteTensor(Tensor):
+    """A tensor on the meta device; results of operations on it are of this class, too."""
+
+    @classmethod
+    def parameter(cls, like: nn.Parameter, name: str) -> nn.Parameter:
+        """Returns a parameter of the shape and dtype of `like`, with all that is attached to `like`."""
+        parameter = nn.Parameter(torch.empty_like(like, device="meta").as_subclass(cls), like.requires_grad)
+        carry_over(like, parameter)
+        mark_origin(parameter, name)
+        return parameter
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs an operation on the meta device.
+
+        Raises:
+            CutError: user code needs the values.
+        """
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():  # torch: as the documentation of `__torch_function__` says
+            name = getattr(func, "__name__", "")
+            if name == "__deepcopy__":
+                return _copied(*args)
+            if name == "__reduce_ex__" and not isinstance(args[0], nn.Parameter):
+                raise CutError(_why(name, args, kwargs))
+            if name in ("__get__", "__set__"):
+                name, is_read = func.__self__.__name__, name == "__get__"
+                if name == "grad" and is_read:
+                    return _gradient(*args)
+                if name == "is_meta" and sys._getframe(1).f_code.co_filename == _INIT:  # it would draw no numbers
+                    raise CutError(_why(name, args, kwargs))
+                needs_content = name in CONTENT or name == "grad"
+                if needs_content and not is_read and _is_computed(args):
+                    return _write(name, *args)
+            else:
+                needs_content = name not in FORM
+            result = func(*args, **kwargs) if not needs_content else _compute(func, name, args, kwargs)
+            for tensor in tensors_in(result):
+                if type(tensor) is Tensor and tensor.is_meta:
+                    tensor.__class__ = cls
+                    mark_origin(tensor, _name(args, kwargs))
+        return result
+
+
+def _name(args: Any, kwargs: Any) -> str:
+    tensors = (t for t in tensors_in((args, kwargs)) if isinstance(t, RemoteTensor))
+    return next(map(origin_of, tensors), "")
+
+
+def _copied(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+    if id(tensor) not in memo:
+        copied = tensor.detach().clone().as_subclass(RemoteTensor).requires_grad_(tensor.requires_grad)
+        copied.__dict__.update(tensor.__dict__)
+        memo[id(tensor)] = copied
+    return memo[id(tensor)]
+
+
+def _is_computed(value: Any) -> bool:
+    """Whether user code computes with a value: it has computed it, or asks now for what is to be done with it."""
+    if any(isinstance(t, RemoteTensor) and not isinstance(t, nn.Parameter) for t in tensors_in(value)):
+        return True
+    return _is_for_the_user(next(frame for frame in _frames() if not _dispatches(frame)))
+
+
+def _compute(func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """Runs an operation that needs content; what user code computes has none, too."""
+    if not _is_computed((args, kwargs)):
+        if name == "detach" and _makes_parameter():
+            raise CutError(_why(name, args, kwargs))
+        return func(*args, **kwargs) if name not in MOVES else moved(args, kwargs)
+    frame = next(frame for frame in _frames() if not _dispatches(frame))
+    # In backward, as in a backward hook of a module, the result would be mixed with gradients of this stage.
+    in_backward = torch._C._current_graph_task_id() != -1
+    if in_backward or name in READS or _writes_content(name, args, kwargs) or _is_of_library(frame):
+        raise CutError(_why(name, args, kwargs))
+    if name in MOVES:
+        return moved(args, kwargs)
+    on_meta, others = apply_to_collection((args, kwargs), Tensor, to_meta)
+    others = {key: value for key, value in others.items() if key != "device"}
+    try:
+        with torch.no_grad(), Draws() as draws:
+            result = func(*on_meta, **others)
+    except (NotImplementedError, RuntimeError) as error:
+        raise CutError(_why(name, args, kwargs)) from error
+    if draws.any:  # the stage that has the values would draw other numbers than one process
+        raise CutError(_why(name, args, kwargs))
+    return result
+
+
+def _is_of_library(frame: types.FrameType) -> bool:
+    """Whether a library computes with the values of several parameters, calls a module, or logs, for the user."""
+    file = frame.f_code.co_filename
+    return file.startswith((*_FOR_THE_USER, *_LOG)) and file not in (_INIT, *_AVERAGES)
+
+
+def _writes_content(name: str, args: Any, kwargs: Any) -> bool:
+    """Whether an operation writes into a tensor with content."""
+    is_in_place = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or name.startswith("__i")
+    targets = [*(args[:1] if is_in_place and name != "__invert__" else ()), kwargs.get("out")]
+    return any(not tensor.is_meta for tensor in tensors_in(targets))
+
+
+def _write(name: str, target: Tensor, value: Any = None) -> None:
+    """Sets an attribute of `target`: does nothing if another stage has it."""
+    if not isinstance(target, RemoteTensor):
+        raise CutError(_why(name, value, ()))
+
+
+def _gradient(tensor: Tensor) -> Tensor | None:
+    """Returns what stands for the gradient where the user's own code changes it; None for others."""
+    if not isinstance(tensor, nn.Parameter) or _may_know_gradient():
+        return None
+    frame = next(frame for frame in _frames() if not _dispatches(frame))
+    if not is_users(frame):
+        raise CutError(
+            f"{users_line()} reads the gradient of {origin_of(tensor)!r}, which another pipeline stage has: a"
+            " norm of these gradients would be that of one stage. Set gradient_clip_val, call"
+            " self.clip_gradients(...) in configure_gradient_clipping, or read trainer.grad_norm, which are those"
+            " of all stages; pass over parameters with `p.is_meta` if each stage may do this for its own; or choose"
+            " another strategy, such as 'fsdp'."
+        )
+    if not tensor.requires_grad:
+        return None
+    gradient = torch.empty_like(tensor, device="meta").detach().as_subclass(RemoteTensor)
+    mark_origin(gradient, origin_of(tensor))
+    return gradient
+
+
+def _why(name: str, args: Any, kwargs: Any) -> str:
+    hook = _hook_that_calls_the_model()
+    if hook is not None:
+        return (
+            f"the model is called in {hook}, at {users_line()}: the stages of a pipeline run it together, in its steps"
+            f" only, and this one has no values of {_name(args, kwargs)!r}. Call it in training_step, validation_step,"
+            " test_step or predict_step (a sample to look at can be a batch of the validation loader), or choose"
+            " another strategy, such as 'fsdp'."
+        )
+    return (
+        f"{users_line()} needs the values of {_name(args, kwargs)!r}, which another pipeline stage has ({name}): a hook"
+        " may write into each parameter, or gradient, only what it computes from this one. Do this in the optimizer or"
+        " in the step; clip gradients by gradient_clip_val or self.clip_gradients(...); pass over parameters with"
+        " `p.is_meta` if each stage may do this for its own, without the others'; or choose another strategy, such as"
+        " 'fsdp'."
+    )
+
+
+def _hook_that_calls_the_model() -> str | None:
+    """Returns ``"Class.hook"`` of a hook of the user's that runs a forward outside of the steps; None without one."""
+    runs_forward = False
+    for frame in filter(is_users, _frames()):
+        code = frame.f_code
+        name = code.co_name
+        owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None  # self, whatever its name is
+        runs_forward |= name == "forward"
+        if name.startswith("on_") and isinstance(owner, (LightningModule, Callback)):
+            return f"{type(owner).__name__}.{name}" if runs_forward else None
+    return None
+
+
+def _makes_parameter() -> bool:
+    """Whether user code makes a parameter of a tensor."""
+    frames = (frame for frame in _frames() if not _dispatches(frame))
+    return next(frames).f_code.co_filename == _MAKES and is_users(next(frames))
+
+
+def _dispatches(frame: types.FrameType) -> bool:
+    return frame.f_code.co_filename.startswith(_DISPATCH_FILES)
+
+
+def _may_know_gradient() -> bool:
+    """Whether the caller is an optimizer, or a library that does not compute with the gradient for the user."""
+    is_for_user = False
+    for frame in _frames():
+        file = frame.f_code.co_filename
+        if _dispatches(frame):
+            continue
+        if frame.f_code.co_name == "clip_grad_value_":  # it clips each element by itself
+            return True
+        if (file.startswith(_OPTIMIZERS) and not _is_for_the_user(frame)) or isinstance(
+            frame.f_locals.get("self"), Optimizer
+        ):
+            return True
+        if not _is_for_the_user(frame):
+            return not is_for_user
+        is_for_user = True
+    return not is_for_user
+
+
+def _is_for_the_user(frame: types.FrameType) -> bool:
+    file = frame.f_code.co_filename
+    return is_users(frame) or (file.startswith(_FOR_THE_USER) and file != _PASSES_ON)
+
+
+def _frames() -> Iterator[types.FrameType]:
+    """Yields the frames outside of this module, the innermost first."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename != __file__:
+            yield frame
+        frame = frame.f_back

@@ -20,7 +20,6 @@ from torch import Tensor
 from ...checkpoint.rng import derive_seed, get_random_state, seed_all, set_random_state
 from ...compression import CountingGroup
 from ...distributed.object_group import ObjectGroup
-from .loans import lend, loans_between, loans_text, return_gradients
 from .log import StepLog, idle_text, share_metrics, unshare_metrics
 from .micro_batches import (
     batch_norm_warning,
@@ -34,12 +33,12 @@ from .micro_batches import (
 from .parameter_writes import KeptValues, new_parameter_text
 from .partitioned_module import PartitionedModule, StepJob
 from .reachable_state import ReachableState
+from .received_values import lend, loans_between, loans_text, return_gradients
 from .remote_values import CutError
 from .schedules import Clock, Stage, make_schedule, num_micro_batches
-from .shapes import Shapes
+from .shapes import Shapes, TreeBroadcast, flatten_tree
 from .stage_checks import check_hooks
 from .stage_module import StageModule, describe_failure
-from .tree_broadcast import TreeBroadcast, flatten_tree
 
 __all__ = ["Losses", "Runner"]
 

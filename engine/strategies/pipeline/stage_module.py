@@ -5,8 +5,8 @@ On stage s the step runs as the user wrote it, from its beginning:
 2. where the step calls the first unit of this stage, the absent arguments are filled with what the previous stage has
    sent, and so are other references to them, such as `x` in ``x = x + block(x)``;
 3. the stage's own units, and the code between them, run with real values. Other values of earlier stages that they use
-   have been sent as well (see `shapes.py`), and parameters of other stages are lent (see `loans.py`): a trial run has
-   found which;
+   have been sent as well (see `shapes.py`), and parameters of other stages are lent (see `received_values.py`): a trial
+   run has found which;
 4. where the step calls a unit of the next stage, `_EndOfStage` leaves the step, and the arguments that the next stage
    lacks are sent. The last stage runs the rest of the step, and has the loss.
 """
@@ -34,8 +34,7 @@ from .remote_values import (
     tensors_in,
     users_line,
 )
-from .shapes import form_text, shape_of, shapes_and_dtypes
-from .tree_broadcast import TensorSlot, flatten_tree
+from .shapes import TensorSlot, flatten_tree, form_text, shape_of, shapes_and_dtypes
 
 __all__ = ["StageModule", "describe_failure"]
 

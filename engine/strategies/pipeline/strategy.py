@@ -7,7 +7,7 @@ and m micro-batches of equal cost a rank is idle for (p - 1) / (m + p - 1) of th
 Communication per batch and rank, for stages that send A bytes of activations a batch:
 1. forward: A to the next stage, in m parts;
 2. backward: A to the previous stage, in m parts;
-3. loss, logged values and outputs, broadcast from the last stage: see `tree_broadcast.py`;
+3. loss, logged values and outputs, broadcast from the last stage: see `shapes.py`;
 4. per optimizer step: gradients of parameters that stages share, and the average of `pp+ddp`: see `gradients.py`.
    `pp+fsdp`: an all-gather of the stage's parameters and a reduce-scatter of its gradients per batch.
 Once for each new shape of a batch: a trial forward pass, in which all stages learn what they will receive.

@@ -78,7 +78,7 @@ class Relay:
         return self.result
 
     def _lend(self) -> None:
-        """What `loans.py` does, without anything that sends it."""
+        """What `lend` and `return_gradients` do, without anything that sends it."""
         for stage, names in self.shapes.borrowed.items():
             own = dict(self.parts[stage].partitioned.module.named_parameters())
             for name in names:

@@ -5,7 +5,7 @@ from cProfile import Profile
 import torch
 from torch import nn
 
-from polyphase.engine.strategies.pipeline.loans import BorrowedParameters
+from polyphase.engine.strategies.pipeline.received_values import BorrowedParameters
 
 
 def modules(number: int) -> nn.Sequential:

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import profile
 
-from polyphase.engine.strategies.pipeline.tree_broadcast import TreeBroadcast
+from polyphase.engine.strategies.pipeline.shapes import TreeBroadcast
 from tests.distributed import run_ranks
 
 FORM, OTHER = {"loss": 1.0, "names": ["a", "b"]}, {"loss": 2}
