@@ -78,7 +78,7 @@ gpu: install  ## checks and figures on the GPUs of this machine, into benchmarks
 
 zoo: install  ## other people's models under every strategy, into docs/models.md; takes half an hour
 	$(PIP_INSTALL) "$(TORCH)" --editable ".[zoo]"
-	$(PYTEST) tests/zoo/weights.py
+	$(PYTEST) tests/zoo/weights.py tests/zoo/exported.py
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.zoo
 
 chaos: install  ## kills a training job 12 times in each of 25 configurations, and says what was lost; takes hours

@@ -24,7 +24,7 @@ from typing_extensions import Unpack
 
 from . import verify as verification
 from .checkpoint import get_random_state, set_random_state
-from .checkpoint.export import check_target
+from .checkpoint.export import check_target, configuration_of
 from .checkpoint.export import export as write_export
 from .compression import COMM_HOOKS, make_comm_hook
 from .compression.forecast import NUM_STEPS, ReportWriter, WireReport
@@ -381,26 +381,41 @@ class Engine(TrainerBase):
         if global_batch_size is not None and isinstance(train_dataloaders, DataLoader):
             check_loader(train_dataloaders, global_batch_size, self.config.micro_batch_size)
 
-    def export(self, path: str | Path, *, overwrite: bool = False) -> None:
+    def export(self, path: str | Path, *, overwrite: bool = False, huggingface: str | None = None) -> None:
         """Writes the weights of the module that was trained, whole under every strategy; all ranks call it.
 
         Args:
             path: ``.safetensors``, or ``.pt`` for `torch.load`; local or an fsspec URL. Names are those of the module's
                 `state_dict`; only its tensors are written.
             overwrite: a file of that name may be replaced.
+            huggingface: name of the sub-module that is a model of transformers, such as ``"model"``. `path` is a new
+                folder then, which `from_pretrained` reads: files of at most 5 GB and the model's configuration.
 
         Raises:
-            ValueError: another ending, a file that exists already, or no module yet.
+            ValueError: another ending, a target that exists already, or no module yet.
         """
-        choose("ending", os.path.splitext(path)[1], {".safetensors": None, ".pt": None})
+        if huggingface is None:
+            choose("ending", os.path.splitext(path)[1], {".safetensors": None, ".pt": None})
         if self.model is None:
             raise RefusedError("export has no weights to write: call fit, validate, test or predict first.")
-        self.on_rank_zero(lambda: check_target(os.fspath(path), overwrite=overwrite))
-        folder, name = os.path.split(os.fspath(path))
+        is_folder = huggingface is not None
+        self.on_rank_zero(lambda: check_target(os.fspath(path), overwrite=overwrite, is_folder=is_folder))
+        configuration = (
+            {} if huggingface is None else configuration_of(self.lightning_module.get_submodule(huggingface))
+        )
+        folder, name = os.path.split(os.fspath(path).rstrip("/"))
         shards = os.path.join(folder, f".exporting-{name}")
         self.save_checkpoint(shards, weights_only=True)
         try:
-            self.on_rank_zero(lambda: write_export(shards, os.fspath(path), overwrite=overwrite))
+            self.on_rank_zero(
+                lambda: write_export(
+                    shards,
+                    os.fspath(path),
+                    overwrite=overwrite,
+                    huggingface=huggingface,
+                    configuration=configuration,
+                )
+            )
         finally:
             if self.is_global_zero:
                 self.remove_checkpoint(shards)

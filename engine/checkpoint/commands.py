@@ -151,11 +151,11 @@ def _verify(paths: list[str]) -> int:
     return status
 
 
-def _export(path: str, to: str, overwrite: bool, trust: bool) -> int:
+def _export(path: str, to: str, overwrite: bool, trust: bool, huggingface: str | None) -> int:
     from .export import export
 
     _check_exists(path)
-    left_out = export(path, to, overwrite=overwrite, weights_only=not trust)
+    left_out = export(path, to, overwrite=overwrite, weights_only=not trust, huggingface=huggingface)
     if left_out:
         _say(f"left out, because they are not tensors: {', '.join(left_out)}")
     _say(f"wrote {to}")
@@ -351,6 +351,11 @@ COMMANDS = {
             "path": _PATH,
             "--to": {"required": True, "metavar": "FILE", "help": f"name of the file; ends in {' or '.join(SUFFIXES)}"},
             "--overwrite": {**_SWITCH, "help": "replace the file if it exists"},
+            "--huggingface": {
+                "metavar": "NAME",
+                "help": "write a folder that `from_pretrained` reads: the weights of this sub-module of the"
+                " LightningModule, in files of at most 5 GB. The model's config.json is yours to add",
+            },
             "--trust": {
                 **_SWITCH,
                 "help": "unpickle any object in it. This can run code: use it for your own files only",

@@ -35,11 +35,14 @@ from .errors import CheckpointError
 from .manifest import TENSORS, Manifest
 
 __all__ = [
+    "SAFETENSORS",
     "Chunk",
     "Reader",
     "StoredTensor",
     "Writer",
+    "bytes_of",
     "check_index",
+    "header_bytes",
     "read_index",
     "tensors_in",
     "write_whole",
@@ -238,7 +241,7 @@ _NUM_FILES = 2
 _GROUP_BYTES = 1 << 20
 """The most bytes of small tensors that are written together."""
 
-_SAFETENSORS = {
+SAFETENSORS = {
     **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.bool: "BOOL"},
     **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8"},
     **{torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.complex64: "C64"},
@@ -442,7 +445,7 @@ def _write_chunks(files: Files, rank: int, chunks: _LocalChunks) -> list[_Place]
         with files.writing(name) as stream:
             stream.write(header)
             for group in _in_groups(sizes, numbers):
-                stream.write(_bytes_of([chunks.tensors[number] for number in group]))
+                stream.write(bytes_of([chunks.tensors[number] for number in group]))
         for number in numbers:
             places[number] = name, position, sizes[number]
             position += sizes[number]
@@ -467,7 +470,7 @@ def _in_groups(sizes: list[int], numbers: list[int]) -> Iterator[list[int]]:
         yield group
 
 
-def _bytes_of(tensors: list[Tensor]) -> memoryview:
+def bytes_of(tensors: list[Tensor]) -> memoryview:
     """Returns the content of tensors, one after the other; applies conjugations and negations that were deferred."""
     # In each line there is no call in Python: the training needs the interpreter meanwhile.
     plain = [tensor.detach().cpu().resolve_conj().resolve_neg().contiguous() for tensor in tensors]
@@ -487,18 +490,23 @@ def _by_file(tensors: list[Tensor], num_bytes: list[int]) -> list[list[int]]:
 
 
 def _header(chunks: _LocalChunks, sizes: list[int], numbers: list[int]) -> bytes:
-    """Returns a file's safetensors header: its size in 8 bytes, and JSON, padded to a multiple of 8."""
+    """Returns the header of one file of a rank; a part of a tensor is listed with its offsets."""
     entries: dict[str, Any] = {}
     position = 0
     for number in numbers:
         key, tensor = chunks.keys[number], chunks.tensors[number]
         if not chunks.are_whole[number] or key in entries:
             key += "@" + ",".join(map(str, chunks.offsets[number]))
-        name = _SAFETENSORS.get(tensor.dtype)
+        name = SAFETENSORS.get(tensor.dtype)
         end = position + sizes[number]
         shape = [*tensor.shape] if name else [sizes[number]]
         entries[key] = {"dtype": name or "U8", "shape": shape, "data_offsets": [position, end]}
         position = end
+    return header_bytes(entries)
+
+
+def header_bytes(entries: dict[str, Any]) -> bytes:
+    """Returns the header of a safetensors file: its size in 8 bytes, and JSON, padded to a multiple of 8."""
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
@@ -525,7 +533,7 @@ def _rows(stream: Any, chunk: Chunk, dtype: torch.dtype, item: ReadItem, target:
     is_in_place = takes_all and target.device.type == "cpu" and target.is_contiguous()
     rows = target if is_in_place else torch.empty(sizes, dtype=dtype)
     stream.seek(start)
-    _fill(stream, _bytes_of([rows]), chunk.file)
+    _fill(stream, bytes_of([rows]), chunk.file)
     return rows, offsets
 
 

@@ -1,89 +1,161 @@
-"""Exports a checkpoint as one file: a Lightning checkpoint, or the weights alone.
+"""Exports a checkpoint: as a Lightning checkpoint, or the weights alone, as a file or in Hugging Face's layout.
 
-The file is written under a temporary name, synced and renamed, so it is never incomplete. One process holds the whole
-content in memory.
+What is written has a temporary name until it is complete, is synced and renamed. Of the weights alone, one tensor at a
+time is in memory, whatever layout has saved them. `torch.distributed.checkpoint.HuggingFaceStorageWriter` writes the
+same layout, but copies all of a rank's shards to the host first, and does not take shards of several blocks.
 """
 
+import json
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
-import safetensors.torch
 import torch
 from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..flags import choose
 from .checked_io import Files, resolve, sync
+from .dcp_storage import SAFETENSORS, bytes_of, header_bytes
 from .errors import CheckpointError
+from .opening import weights_of
 from .saver import AsyncCheckpointer
 from .single_file import OURS, SUFFIXES
-from .state_tree import NAMES, mapped, to_lightning
+from .state_tree import NAMES, to_lightning
 from .whole import whole_checkpoint
 
-__all__ = ["check_target", "export"]
+__all__ = ["check_target", "configuration_of", "export"]
 
-_NOT_WEIGHTS = ("optimizer_states", "lr_schedulers", "loops", "callbacks")
+_SHARD_BYTES = 5_000_000_000
+"""The largest size of a file in Hugging Face's layout, unless one tensor is larger; that of `save_pretrained`."""
 
 
-def export(path: str, to: str, *, overwrite: bool = False, weights_only: bool = True) -> list[str]:
-    """Verifies all files of the checkpoint `path` and writes its content to one file.
+def export(
+    path: str,
+    to: str,
+    *,
+    overwrite: bool = False,
+    weights_only: bool = True,
+    huggingface: str | None = None,
+    configuration: Mapping[str, str] | None = None,
+    shard_bytes: int = _SHARD_BYTES,
+) -> list[str]:
+    """Verifies all files of the checkpoint `path` and writes its content.
 
     Args:
         path: the checkpoint, a directory or file, local or an fsspec URL.
         to: the file to write, local or an fsspec URL; its extension selects the format, see `SUFFIXES`.
         overwrite: replace an existing file.
         weights_only: as for `torch.load`.
+        huggingface: name of the sub-module whose weights are written for `from_pretrained`, "" for the whole module;
+            `to` is a local folder then.
+        configuration: contents of other files of that folder, by name.
+        shard_bytes: the largest size of a file in that folder.
 
     Returns:
-        Names of the entries in the module's state that are not tensors; the file does not contain them.
+        Names of the entries in the module's state that are not tensors; what is written does not contain them.
 
     Raises:
         CheckpointError: `path` is not a checkpoint, is damaged, or has no weights.
-        ValueError: the extension is unknown, or the file exists already.
+        ValueError: the extension is unknown, the target exists already, or no weights have that name.
     """
+    if huggingface is not None:
+        fs, target = check_target(to, overwrite=overwrite, is_folder=True)
+        weights, left_out = _weights(path, weights_only)
+        prefix = f"{huggingface}." if huggingface else ""
+        named = {name.removeprefix(prefix): name for name in weights if name.startswith(prefix)}
+        if not named:
+            roots = sorted({name.partition(".")[0] for name in weights})
+            raise ValueError(f"no weights of {path} are below {huggingface!r}: they are below {', '.join(roots)}.")
+        with _writing(fs, target) as folder:
+            os.mkdir(folder)
+            _write_layout(folder, {name: weights[key] for name, key in named.items()}, shard_bytes)
+            for name, text in (configuration or {}).items():
+                _write_text(folder, name, text)
+        return [name for name in left_out if name.startswith(prefix)]
     suffix = choose("ending", os.path.splitext(to)[1], SUFFIXES)
     fs, target = check_target(to, overwrite=overwrite)
     if suffix == ".ckpt":
         content = to_lightning(_load(path, weights_only))
         # The same place as in the engine's own files.
         content.setdefault(OURS, {})[NAMES] = content.pop(NAMES)
-        _write(fs, target, lambda name: _save(content, name))
+        with _writing(fs, target) as name:
+            _save(content, name)
         return []
-    content = _load(path, weights_only, leave_out=_NOT_WEIGHTS)
-    if "state_dict" not in content:
-        raise CheckpointError(f"The checkpoint {path} has no weights: it has {', '.join(sorted(content))}.")
-    # The tensors share no storage (safetensors can't express that): each was read into its own memory.
-    weights = {name: value for name, value in content["state_dict"].items() if isinstance(value, Tensor)}
-    save = _save_weights if suffix == ".safetensors" else _save
-    _write(fs, target, lambda name: save(weights, name))
-    return [name for name in content["state_dict"] if name not in weights]
+    weights, left_out = _weights(path, weights_only)
+    with _writing(fs, target) as name:
+        if suffix == ".safetensors":
+            _write_tensors(name, weights)
+        else:
+            _save({key: read() for key, (_, read) in weights.items()}, name)
+    return left_out
 
 
-def check_target(to: str, *, overwrite: bool) -> tuple[AbstractFileSystem, str]:
-    """Returns the file system and path of the file to write.
+def check_target(to: str, *, overwrite: bool, is_folder: bool = False) -> tuple[AbstractFileSystem, str]:
+    """Returns the file system and path of what is to be written.
 
     Raises:
-        ValueError: it is a folder, or exists already.
+        ValueError: it is a folder where a file is written, a URL where a folder is, or exists already.
     """
     fs, target = resolve(to)
-    if fs.isdir(target):
+    if is_folder and not isinstance(fs, LocalFileSystem):
+        raise ValueError(f"{to} is a URL: the folder for from_pretrained must be local.")
+    if is_folder and fs.exists(target):
+        # Whatever else is in it would be lost, so there is no flag for it.
+        raise ValueError(f"{to} is there already: give the name of a new folder.")
+    if not is_folder and fs.isdir(target):
         raise ValueError(f"{to} is a folder: give the name of a file.")
     if fs.exists(target) and not overwrite:
         raise ValueError(f"{to} is there already: give another name, or overwrite=True (--overwrite) to replace it.")
     return fs, target
 
 
-def _load(path: str, weights_only: bool, leave_out: tuple[str, ...] = ()) -> dict[str, Any]:
+def configuration_of(model: nn.Module) -> dict[str, str]:
+    """Returns the files that `save_pretrained` of transformers would write beside the weights; none for others."""
+    files = {}
+    for name in ("config", "generation_config"):
+        part: Any = getattr(model, name, None)
+        if not hasattr(part, "to_json_string"):
+            continue
+        fields = json.loads(part.to_json_string())
+        if name == "config":
+            # The class that `fully_shard` makes of the model's own is torch's.
+            classes = (kind.__name__ for kind in type(model).__mro__ if not kind.__module__.startswith("torch."))
+            dtype = next((weight.dtype for weight in model.parameters() if weight.is_floating_point()), None)
+            fields |= {"architectures": [next(classes)], "dtype": str(dtype).removeprefix("torch.")}
+        files[f"{name}.json"] = json.dumps(fields, indent=2)
+    return files
+
+
+Weights = dict[str, tuple[Tensor, Callable[[], Tensor]]]
+"""By name: a tensor without content, and the function that reads it."""
+
+
+def _weights(path: str, weights_only: bool) -> tuple[Weights, list[str]]:
+    """Returns the weights, none of which has been read, and the names of entries that are no tensors."""
     fs, fs_path = resolve(path)
     if fs.isfile(fs_path):
-        content = whole_checkpoint(path, weights_only)
-        if leave_out:  # tensors of a file may share their memory
-            return {key: mapped(torch.clone, value) for key, value in content.items() if key not in leave_out}
-        return content
-    return AsyncCheckpointer().load(path, weights_only=weights_only, alone=True, leave_out=leave_out)
+        content = whole_checkpoint(path, weights_only, lazily=True)
+        # Tensors of a file may share their memory, of which each is a part.
+        state: dict[str, Any] = content.get("state_dict", {})
+        read: Any = {key: (value, value.clone) for key, value in state.items() if isinstance(value, Tensor)}
+        names = [*content]
+    else:
+        state, read, names = weights_of(path, weights_only)
+    if "state_dict" not in names:
+        raise CheckpointError(f"The checkpoint {path} has no weights: it has {', '.join(sorted(names))}.")
+    weights = {name: (value.to("meta"), function) for name, (value, function) in read.items()}
+    return weights, [name for name in state if name not in weights]
+
+
+def _load(path: str, weights_only: bool) -> dict[str, Any]:
+    fs, fs_path = resolve(path)
+    if fs.isfile(fs_path):
+        return whole_checkpoint(path, weights_only)
+    return AsyncCheckpointer().load(path, weights_only=weights_only, alone=True)
 
 
 def _save(content: dict[str, Any], name: str) -> None:
@@ -91,26 +163,59 @@ def _save(content: dict[str, Any], name: str) -> None:
         torch.save(content, stream)
 
 
-def _save_weights(weights: dict[str, Tensor], name: str) -> None:
-    with open(name, "wb"):
-        mode = os.stat(name).st_mode  # keep the default mode; safetensors creates files that only the owner can read
-    try:
-        safetensors.torch.save_file(weights, name, metadata={"format": "pt"})
-        os.chmod(name, mode)
-    except safetensors.SafetensorError as error:
-        raise OSError(str(error)) from None
-    sync(name)
+def _write_layout(folder: str, weights: Weights, shard_bytes: int) -> None:
+    """Writes ``model.safetensors``, or several files and their index."""
+    parts: list[Weights] = [{}]
+    num_bytes = 0
+    for name, (form, read) in weights.items():
+        if parts[-1] and num_bytes + form.nbytes > shard_bytes:
+            parts.append({})
+            num_bytes = 0
+        parts[-1][name] = form, read
+        num_bytes += form.nbytes
+    if len(parts) == 1:
+        _write_tensors(os.path.join(folder, "model.safetensors"), weights)
+        return
+    files = {f"model-{number:05}-of-{len(parts):05}.safetensors": part for number, part in enumerate(parts, 1)}
+    for file, part in files.items():
+        _write_tensors(os.path.join(folder, file), part)
+    total = sum(form.nbytes for form, _ in weights.values())
+    index = {"metadata": {"total_size": total}, "weight_map": {name: file for file in files for name in files[file]}}
+    _write_text(folder, "model.safetensors.index.json", json.dumps(index, indent=2))
 
 
-def _write(fs: AbstractFileSystem, target: str, write: Callable[[str], Any]) -> None:
-    """Calls `write` with a temporary file name, then moves that file to `target`."""
+def _write_text(folder: str, name: str, text: str) -> None:
+    with Files(folder).writing(name, notes_sum=False) as stream:
+        stream.write(text.encode())
+
+
+def _write_tensors(path: str, weights: Weights) -> None:
+    """Writes a safetensors file, tensor by tensor; those of wide dtypes come first, so that all are aligned."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers opens no other
+    names = sorted(weights, key=lambda name: weights[name][0].itemsize, reverse=True)
+    end = 0
+    for name in names:
+        form = weights[name][0]
+        if form.dtype not in SAFETENSORS:
+            raise ValueError(f"safetensors has no {form.dtype}, the dtype of {name}: export to .pt or .ckpt.")
+        start, end = end, end + form.nbytes
+        entries[name] = {"dtype": SAFETENSORS[form.dtype], "shape": [*form.shape], "data_offsets": [start, end]}
+    with Files(os.path.dirname(path)).writing(os.path.basename(path), notes_sum=False) as stream:
+        stream.write(header_bytes(entries))
+        for name in names:
+            stream.write(bytes_of([weights[name][1]()]))
+
+
+@contextmanager
+def _writing(fs: AbstractFileSystem, target: str) -> Iterator[str]:
+    """Gives a temporary name, and moves what was written there to `target`."""
     is_local = isinstance(fs, LocalFileSystem)
-    folder, name = os.path.split(target)
+    folder, name = os.path.split(target.rstrip("/"))
     if is_local:
         os.makedirs(folder, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".exporting-", dir=folder if is_local else None) as temporary:
         written = os.path.join(temporary, name)
-        write(written)
+        yield written
         if not is_local:
             fs.put_file(written, target)
             return

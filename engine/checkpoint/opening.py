@@ -11,14 +11,14 @@ from .checked_io import Files, NotAPlainFileError
 from .content import check_state
 from .dcp_storage import Index, Reader, read_index
 from .errors import CheckpointError, damage
-from .manifest import RANKS, REST, Manifest
+from .manifest import RANKS, REST, Manifest, read_manifest
 from .publish import check_files
 from .single_file import HEAD, OURS
-from .state_tree import join, like, marks, structure_of, tensor_keys
+from .state_tree import is_mark, join, like, marks, structure_of, tensor_keys
 from .strided_shards import reading_plan
 from .whole import NotPlainError, load_archive
 
-__all__ = ["Wants", "check_content", "load_file", "open_directory", "wrong_files"]
+__all__ = ["Wants", "check_content", "load_file", "open_directory", "weights_of", "wrong_files"]
 
 
 class Wants(NamedTuple):
@@ -68,6 +68,42 @@ def open_directory(path: str, manifest: Manifest, num_ranks: int, wants: Wants) 
         checkpoint = join(rest, tensors)
         checkpoint.setdefault(OURS, {})["ranks"] = join(ranks, tensors)
     return checkpoint
+
+
+def weights_of(
+    path: str, weights_only: bool | None
+) -> tuple[dict[str, Any], dict[str, tuple[Tensor, Callable[[], Tensor]]], list[str]]:
+    """Checks a checkpoint directory and opens its weights, without reading any.
+
+    Returns:
+        The module's state with a mark for each tensor; by name, a tensor on the meta device and the function that reads
+        it whole; and the names of all entries of the checkpoint.
+    """
+    manifest = read_manifest(path)
+    if wrong := wrong_files(path, manifest):
+        raise damage(path, "; ".join(wrong))
+    files = Files(path)
+    with _as_damage(path, weights_only):
+        index = read_index(files, manifest)
+        rest, _ = _states(files, manifest, index, weights_only)
+
+    def reading(key: str) -> Callable[[], Tensor]:
+        def read() -> Tensor:
+            tensor = torch.empty(index[key].size, dtype=index[key].dtype)
+            with _as_damage(path, weights_only):
+                reader = Reader(files, {key: index[key]})
+                planner, plan = reading_plan({key: tensor}, reader.read_metadata())
+                reader.read_data(plan, planner)
+            return tensor
+
+        return read
+
+    state = rest.get("state_dict", {})
+    weights = {}
+    for name, value in state.items():
+        for key in tensor_keys([value] if isinstance(value, dict) and is_mark(value) else []):
+            weights[name] = torch.empty(index[key].size, dtype=index[key].dtype, device="meta"), reading(key)
+    return state, weights, [*rest]
 
 
 def _states(

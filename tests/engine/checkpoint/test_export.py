@@ -1,5 +1,7 @@
 """What is exported is what stock Lightning would have written, and goes on in its Trainer; or the weights alone."""
 
+import gc
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -9,12 +11,15 @@ import lightning.pytorch as pl
 import pytest
 import safetensors
 import torch
+import torch.distributed.checkpoint as dcp
 from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging
 from safetensors.torch import load_file
+from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 from polyphase.engine import Engine
 from polyphase.engine.checkpoint import AsyncCheckpointer, CheckpointError, load_checkpoint
-from polyphase.engine.checkpoint.export import export
+from polyphase.engine.checkpoint.export import configuration_of, export
+from tests.memory import Peak
 
 from ..loop.stock_comparison import Small, exactly, rows, trainer_of
 from ..tiny import SavesIn
@@ -145,7 +150,7 @@ def test_without_weights_there_is_nothing_to_export(tmp_path):
     saver = AsyncCheckpointer()
     about = {"step": 1, "epoch": 0, "layout": {}, "world_size": 1, "versions": {}}
     saver.save({"global_step": 1}, str(tmp_path / "x"), about=about, of_rank={}, in_background=False)
-    with pytest.raises(CheckpointError, match="x has no weights: it has global_step, polyphase"):
+    with pytest.raises(CheckpointError, match="x has no weights: it has global_step"):
         export(str(tmp_path / "x"), f"{tmp_path}/out.safetensors")
 
 
@@ -160,3 +165,99 @@ def test_objects_need_trust(tmp_path):
         export(path, f"{tmp_path}/out.ckpt")
     export(path, f"{tmp_path}/out.ckpt", weights_only=False)
     assert isinstance(torch.load(tmp_path / "out.ckpt", weights_only=False)["mine"], Custom)
+
+
+ALONE = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # a single process reads
+
+
+def read_by_torch(folder: Path) -> dict[str, torch.Tensor]:
+    """What torch's reader of Hugging Face's layout finds."""
+    reader = HuggingFaceStorageReader(str(folder))
+    about = reader.read_metadata().state_dict_metadata
+    state = {name: torch.empty(tensor.size, dtype=tensor.properties.dtype) for name, tensor in about.items()}
+    dcp.load(state, storage_reader=reader)
+    return state
+
+
+@ALONE
+def test_a_sub_module_is_written_in_files_with_an_index(tmp_path):
+    weights = {f"model.{i}": torch.full((2, 3), float(i)) for i in range(4)} | {"model.half": torch.ones(3).half()}
+    path = save(tmp_path / "x", state_dict={**weights, "loss.weight": torch.ones(1), "model.extra": {"a": 1}})
+    left_out = export(path, str(tmp_path / "all"), huggingface="model")
+    assert left_out == ["model.extra"]
+    assert os.listdir(tmp_path / "all") == ["model.safetensors"]
+    export(path, f"{tmp_path}/parts/", huggingface="model", shard_bytes=50, configuration={"config.json": "{}"})
+    names = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
+    assert sorted(os.listdir(tmp_path / "parts")) == ["config.json", *names, "model.safetensors.index.json"]
+    index = json.loads((tmp_path / "parts" / "model.safetensors.index.json").read_text())
+    assert index["metadata"] == {"total_size": 4 * 24 + 6}
+    assert index["weight_map"]["2"] == names[1]
+    expected = {name.removeprefix("model."): weight for name, weight in weights.items()}
+    for folder in ("all", "parts"):
+        assert same(read_by_torch(tmp_path / folder), expected)
+    with safetensors.safe_open(tmp_path / "parts" / names[0], "pt") as file:
+        assert file.metadata() == {"format": "pt"}, "transformers opens no other"
+
+
+@ALONE
+def test_the_layout_of_a_file_of_lightnings_and_of_the_whole_module(tmp_path):
+    state = {"w": torch.arange(6.0), "part": torch.zeros(())}
+    state["view"] = state["w"][2:4]
+    torch.save({"state_dict": state, "epoch": 0, "global_step": 0}, tmp_path / "x.ckpt")
+    export(str(tmp_path / "x.ckpt"), str(tmp_path / "out"), huggingface="")
+    assert same(read_by_torch(tmp_path / "out"), state)
+
+
+def test_folders_that_can_not_be_written(tmp_path):
+    path = save(tmp_path / "x")
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(ValueError, match="mine is there already: give the name of a new folder"):
+        export(path, f"{tmp_path}/mine", huggingface="net", overwrite=True)
+    with pytest.raises(ValueError, match="is a URL: the folder for from_pretrained must be local"):
+        export(path, "memory://x/out", huggingface="net")
+    with pytest.raises(ValueError, match=r"no weights of .*x are below 'model': they are below net"):
+        export(path, f"{tmp_path}/out", huggingface="model")
+    path = save(tmp_path / "y", state_dict={"net.w": torch.ones(2, dtype=torch.complex128)})
+    with pytest.raises(ValueError, match=r"no torch\.complex128, the dtype of net\.w: export to \.pt or \.ckpt"):
+        export(path, f"{tmp_path}/out.safetensors")
+    assert sorted(os.listdir(tmp_path)) == ["mine", "x", "y"]
+
+
+@pytest.mark.parametrize("kind", ["directory", "file"])
+def test_one_tensor_at_a_time_is_in_memory(tmp_path, kind):
+    largest = 1 << 24
+    weights = {f"net.{i}": torch.full((largest // 4,), float(i)) for i in range(12)}
+    path = str(tmp_path / "x")
+    if kind == "directory":
+        save(path, state_dict=weights)
+    else:
+        torch.save({"state_dict": weights, "epoch": 0, "global_step": 0}, path)
+    del weights
+    gc.collect()
+    for to, layout in ((tmp_path / "one.safetensors", None), (tmp_path / "out", "net")):
+        with Peak() as peak:
+            export(path, str(to), huggingface=layout)
+        # Two, since the old one lives until the new one is there; the interpreter's own beside them.
+        assert peak.bytes < 2.5 * largest, peak.bytes / largest
+
+
+class Settings(dict):
+    """As the configurations of transformers are written."""
+
+    def to_json_string(self) -> str:
+        return json.dumps(self)
+
+
+class OfItsOwn(torch.nn.Linear):
+    """The class of a model."""
+
+
+def test_the_configuration_is_that_of_the_model_as_it_is():
+    model = OfItsOwn(2, 2).bfloat16()
+    assert configuration_of(model) == {}
+    model.config, model.generation_config = Settings(dtype="float32", width=2), Settings(bos_token_id=0)
+    # As `fully_shard` changes it.
+    model.__class__ = type("FSDPOfItsOwn", (OfItsOwn,), {"__module__": "torch.distributed.fsdp"})
+    files = {name: json.loads(text) for name, text in configuration_of(model).items()}
+    assert files["generation_config.json"] == {"bos_token_id": 0}
+    assert files["config.json"] == {"dtype": "bfloat16", "width": 2, "architectures": ["OfItsOwn"]}

@@ -1,0 +1,28 @@
+"""The most memory that a process has had within a block."""
+
+import threading
+from typing import Any
+
+import psutil
+
+
+class Peak:
+    """The most memory of this process, beyond what it had at the beginning, that is in no file."""
+
+    def __enter__(self) -> "Peak":
+        self.before, self.bytes, self._ended = self._now(), 0, threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(0.001):
+            self.bytes = max(self.bytes, self._now() - self.before)
+
+    def _now(self) -> int:
+        memory = psutil.Process().memory_info()
+        return memory.rss - memory.shared
