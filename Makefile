@@ -13,7 +13,7 @@ OLDEST_LIGHTNING ?= lightning==2.6.6
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test device nightly compatibility versions bench gpu zoo chaos clusters draws docs pictures lint format check clean
+.PHONY: help install demo test device nightly compatibility versions smoke bench gpu zoo chaos clusters draws docs pictures lint format check clean
 
 help:  ## what can be made
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -68,6 +68,14 @@ compatibility: install  ## what other code does with a trainer, with Lightning's
 versions:  ## all tests on the oldest and the newest torch and Lightning, each in a .venv of its own; some 15 GB for CUDA
 	$(MAKE) test VENV=.venv-oldest TORCH="$(OLDEST)" LIGHTNING="$(OLDEST_LIGHTNING)"
 	$(MAKE) test VENV=.venv-newest TORCH="$(NEWEST)"
+
+smoke: install  ## wheel and source distribution in fresh environments, with the oldest and the newest dependencies
+	rm -rf build/dist build/fresh && $(BIN)/python -m build --installer uv --outdir build/dist .
+	for resolution in lowest-direct highest; do for package in build/dist/*; do \
+	  $(BIN)/uv pip compile --quiet --resolution $$resolution --no-emit-package torch --output-file build/needs.txt pyproject.toml && \
+	  $(BIN)/uv venv --quiet --clear --python $(BIN)/python build/fresh && \
+	  $(BIN)/uv pip install --quiet --python build/fresh/bin/python --constraints build/needs.txt "$(TORCH)" $$package && \
+	  OMP_NUM_THREADS=1 build/fresh/bin/python release/smoke.py || exit 1; done; done
 
 bench: install  ## what the engine costs per step, into benchmarks/results
 	$(PIP_INSTALL) --editable ".[bench]"

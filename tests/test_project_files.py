@@ -1,13 +1,15 @@
-"""Files that others read: a citation, and the forms of issues and pull requests."""
+"""Files that others read: a citation, forms of issues and pull requests, containers and the recipe for conda."""
 
 import re
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
 
 import polyphase
 
 from .distributed import ROOT
+from .engine.test_packaging import PROJECT
 
 FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
 
@@ -34,3 +36,33 @@ def test_the_commands_that_forms_ask_for_are_there():
     targets = re.findall(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[0].split()
     asked = (ROOT / ".github" / "pull_request_template.md").read_text()
     assert set(re.findall(r"make (\w+)", asked)) <= set(targets)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "release" / "containers").iterdir()), ids=lambda path: path.stem)
+def test_a_container_installs_extras_and_versions_that_there_are(path):
+    text = path.read_text()
+    (extras,) = re.findall(r'"/source\[([a-z,]+)\]"', text)
+    assert set(extras.split(",")) <= PROJECT["project"]["optional-dependencies"].keys()
+    (torch,) = re.findall(r'"(torch[^"]+)"', text)
+    assert torch in PROJECT["project"]["dependencies"]
+    (python,) = re.findall(r"^FROM python:([\d.]+)-slim$", text, re.MULTILINE)
+    assert tuple(map(int, python.split("."))) >= (3, 10)
+    (command,) = re.findall(r'^ENTRYPOINT \["(\w+)"\]$', text, re.MULTILINE)
+    assert command in PROJECT["project"]["scripts"]
+    assert f"-f {path.relative_to(ROOT)} " in text, "the command that builds it"
+
+
+def test_the_recipe_for_conda_needs_what_the_wheel_does():
+    text = (ROOT / "release" / "conda" / "meta.yaml").read_text()
+    recipe = yaml.safe_load(re.sub(r"\{\{.*?\}\}", "x", re.sub(r"\{%.*?%\}", "", text)))
+    names = {"pytorch": "torch"}
+    needs = {}
+    for line in recipe["requirements"]["run"]:
+        name, _, versions = line.partition(" ")
+        needs[names.get(name, name)] = set(versions.split(","))
+    assert needs.pop("python") == {PROJECT["project"]["requires-python"]}
+    required = [Requirement(line) for line in PROJECT["project"]["dependencies"]]
+    assert needs == {need.name: set(map(str, need.specifier)) for need in required}
+    assert recipe["build"]["entry_points"] == [f"{k} = {v}" for k, v in PROJECT["project"]["scripts"].items()]
+    (pattern,) = re.findall(r"regex_pattern='(.+?)'", text)
+    assert re.search(pattern, (ROOT / "engine" / "version.py").read_text())[1] == polyphase.__version__
