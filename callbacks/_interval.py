@@ -1,7 +1,7 @@
 """The base class of the monitors: it decides when to log, sums over the ranks, and writes on rank 0."""
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -53,8 +53,15 @@ class IntervalCallback(Callback):
         if trainer.is_global_zero and self.last:
             # Lightning: the step that the module's own values are logged with; a resumed run drops those after it.
             batch_step = trainer.fit_loop.epoch_loop._batches_that_stepped
+            # TensorBoard's takes milliseconds now and then, when its thread has the interpreter: the loggers' time.
+            heartbeat: Any = getattr(trainer, "heartbeat", None)  # stock trainers have none
+            outer = None if heartbeat is None else heartbeat.phase
+            if outer is not None:
+                heartbeat.phase = "log"
             for logger in trainer.loggers:
                 logger.log_metrics(self.last, step=batch_step)
+            if outer is not None:
+                heartbeat.phase = outer
 
 
 def positive_steps(value: int, otherwise: str = "") -> int:

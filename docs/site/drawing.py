@@ -59,6 +59,18 @@ class Drawing:
             f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="{radius:g}" class="{kind}"/>'
         )
 
+    def bar(self, x: float, y: float, width: float, height: float, colour: str) -> None:
+        """Draws a filled rectangle."""
+        self._grow(y + height + 4)
+        size = f'width="{width:.1f}" height="{height:g}"'
+        self._parts.append(f'<rect x="{x:.1f}" y="{y:g}" {size} fill="{colour}"/>')
+
+    def curve(self, points: Sequence[tuple[float, float]], colour: str, width: float) -> None:
+        """Draws a line through points."""
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        style = f'fill="none" stroke="{colour}" stroke-width="{width:g}" stroke-linejoin="round"'
+        self._parts.append(f'<polyline points="{path}" {style}/>')
+
     def cell(self, x: float, y: float, size: float, colour: str | None) -> None:
         """Draws a small square; None for one that is not held."""
         self._grow(y + size + 4)

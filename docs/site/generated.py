@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from . import architecture, data, reference, strategies, tree
+from . import architecture, data, reference, stories, strategies, tree
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -17,6 +17,7 @@ def files() -> dict[Path, str]:
         "rooms": architecture.draw_rooms(),
         "samples": data.draw(),
         "readme": strategies.draw_overview(),
+        "one-to-eight": stories.draw_one_to_eight(),
     }
     made = {DOCS / "pictures" / f"{name}.svg": drawing.svg() for name, drawing in pictures.items()}
     coming_from = DOCS / "coming-from.md"

@@ -1,5 +1,6 @@
 """`OptimizerMonitor`: the learning rates, and the norm of all gradients where clipping has not computed it."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from polyphase.callbacks import OptimizerMonitor
+from polyphase.doctor import Doctor
 from tests.engine.tiny import Regression, engine, rows
 from tests.pairs import nightly
 
@@ -108,3 +110,19 @@ def test_the_engine_adds_one_to_its_own_logger_alone(tmp_path):
     assert monitors(own, logger=True) == [own]
     for logger in (False, TensorBoardLogger(tmp_path), CSVLogger(tmp_path), [MemoryLogger()]):
         assert not monitors(logger=logger)
+
+
+class Waits(MemoryLogger):
+    """A service far away."""
+
+    def log_metrics(self, metrics, step=None):
+        time.sleep(0.02)
+        super().log_metrics(metrics, step)
+
+
+def test_the_doctor_counts_what_its_logger_takes_as_logging(tmp_path, capsys):
+    flags = {"logger": Waits(), "max_steps": 30, "max_epochs": -1, "log_every_n_steps": 1, "default_root_dir": tmp_path}
+    engine(callbacks=[OptimizerMonitor(), Doctor()], **flags).fit(Regression(), rows())
+    said = capsys.readouterr().out
+    assert "slow_logging: rank 0 spends" in said
+    assert "OptimizerMonitor" not in said

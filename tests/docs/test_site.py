@@ -146,3 +146,22 @@ def test_the_search_of_a_page_that_is_opened_as_a_file_finds_without_a_worker():
 def test_the_first_lines_fit_into_the_column_of_the_home_page():
     # 78 characters, of a window of 1,366 points
     assert all(len(line) <= 78 for block in python_blocks(DOCS / "index.md") for line in block.splitlines())
+
+
+@pytest.mark.parametrize("path", sorted(DOCS.glob("*.md")), ids=lambda path: path.stem)
+def test_a_page_begins_with_what_it_is_for_and_an_example(path):
+    beginning = path.read_text().partition("\n## ")[0].split("\n\n")
+    assert re.match(r"# [^#\n]+$", beginning[0])
+    assert re.match(r"[A-Za-z`*\[]", beginning[1]), "a sentence"
+    rest = "\n\n".join(beginning[2:])
+    assert re.search(r"^```|^    \S|^!\[|^[|]", rest, re.MULTILINE)
+
+
+def test_the_numbers_of_the_story_are_those_of_the_results():
+    text = (DOCS / "one-to-eight.md").read_text()
+    results = " ".join(
+        (ROOT / "benchmarks" / "results" / name).read_text() for name in re.findall(r"results/(\S+?)\)", text)
+    )
+    numbers = re.findall(r"(?<![\d.])\d+\.\d{1,3}(?![\d.]*\d)", text)
+    assert len(numbers) > 20
+    assert [number for number in numbers if number not in results] == []

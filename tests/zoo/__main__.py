@@ -35,8 +35,14 @@ _GENERAL = (
 """What is one model's in a message: the flag, the line, the names of its class and of its parts."""
 _HEAD = """# Other people's models
 
-Tiny models of other packages, and modules of the kinds that people bring, each in a `LightningModule` as a user writes
-it, trained for 3 steps of SGD on {where} and compared with a plain PyTorch loop in one process. `make zoo`
+Does a model like yours train alike under each strategy? Look for its kind, or ask of your own:
+
+```bash
+polyphase verify --model my_code.MyModule --data my_code.MyData --strategy fsdp --devices 2
+```
+
+Tiny models of other packages, and modules of the kinds that people bring, each in a `LightningModule`, trained for 3
+steps of SGD on {where} and compared with a plain PyTorch loop in one process. `make zoo`
 writes this page, from `tests/zoo`; {versions}.
 
 The number is the largest difference of a weight under {strategies}, but for the strategies of the last
