@@ -1,30 +1,28 @@
-"""The arguments of an engine by name and type, as one frozen object that is checked once and saved with the run."""
+"""The one home of an argument of `Engine`: its type, default, range, help, and place in the help of the command.
 
+The signatures of `Engine` and `fit`, what an editor completes, the checks, the flags of the command and the page
+docs/reference/flags.md are made from the fields of `EngineConfig`. It is read without torch: annotations stay texts.
+"""
+
+from __future__ import annotations
+
+import ast
 import dataclasses
 import functools
+import importlib
 import inspect
+import itertools
 import json
-import math
-import numbers
+import operator
 import os
-import re
-import reprlib
-import types
+import textwrap
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import field
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeAlias, TypeVar
 
-from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.loggers import Logger
-from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment, LayerSync, Precision
-from lightning.pytorch.profilers import Profiler
-from lightning.pytorch.strategies import Strategy
-from typing_extensions import TypedDict
-
-from .errors import RefusedError, refusing
 from .flags import (
     AcceleratorName,
     ActivationCheckpointing,
@@ -38,207 +36,204 @@ from .flags import (
     ProfilerName,
     StrategyName,
     UnevenPolicy,
-    check_count,
-    check_number,
-    choose,
-    did_you_mean,
 )
-from .precision import canonical_precision
 
 if TYPE_CHECKING:
+    from lightning.pytorch import Callback
+    from lightning.pytorch.accelerators import Accelerator
+    from lightning.pytorch.loggers import Logger
+    from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment, LayerSync, Precision
+    from lightning.pytorch.profilers import Profiler
     from lightning.pytorch.strategies import Strategy
 
-__all__ = [
-    "ArgumentError",
-    "Arguments",
-    "Duration",
-    "EngineConfig",
-    "Plugin",
-    "check_arguments",
-    "checks_arguments",
-    "plain_value",
-    "with_arguments_of",
-]
+    Plugin: TypeAlias = Precision | ClusterEnvironment | CheckpointIO | LayerSync
 
-# The arguments of `Engine` by name and type, for functions that pass all of them on: ``**flags: Unpack[Arguments]``.
-#
-# `Engine.__init__` repeats them with defaults; a test compares the two, and both with `lightning.pytorch.Trainer`.
+__all__ = ["GROUPS", "EngineConfig", "field_docs", "plain_value", "types_of", "with_arguments_of"]
 
-Plugin: TypeAlias = Precision | ClusterEnvironment | CheckpointIO | LayerSync
 Duration: TypeAlias = str | timedelta | dict[str, int]
 """``"DD:HH:MM:SS"``, or a `timedelta` or its arguments."""
 
-_FunctionT = TypeVar("_FunctionT", bound=Callable[..., Any])
+GROUPS = (
+    "How to run it",
+    "How long",
+    "Batches",
+    "Optimization",
+    "Checkpoints and resuming",
+    "What is shown and logged",
+)
+"""Headings of the command's help, in order."""
+
+_HOW, _LONG, _BATCHES, _STEP, _SAVING, _SHOWN = GROUPS
 
 
-class Arguments(TypedDict, total=False):
-    """All arguments of `Engine`; each may be left out."""
+def _about(group: str, example: str, least: int | None = None) -> dict[str, Any]:
+    """The metadata of an argument, besides its type, default and text.
 
-    accelerator: AcceleratorName | str | Accelerator
-    strategy: StrategyName | str | Strategy
-    devices: list[int] | str | int
-    num_nodes: int
-    precision: PrecisionName | None
-    compression: CompressionName | str
-    compile: bool | CompileMode | None
-    activation_checkpointing: ActivationCheckpointing
-    offload: Offload | Sequence[Offload] | None
-    resume: str | Path | None
-    checkpoint_format: CheckpointFormat
-    hang_timeout_s: float | None
-    nonfinite: NonFinitePolicy
-    check_first_steps: bool | Literal["auto"]
-    uneven: UnevenPolicy
-    seed_samples: bool
-    name: str | None
-    enable_run_summary: bool | None
-    global_batch_size: int | None
-    micro_batch_size: int | Literal["auto"] | None
-    logger: Logger | Iterable[Logger] | bool | None
-    callbacks: Callback | Sequence[Callback] | None
-    fast_dev_run: int | bool
-    max_epochs: int | None
-    min_epochs: int | None
-    max_steps: int
-    min_steps: int | None
-    max_time: Duration | None
-    limit_train_batches: int | float | None
-    limit_val_batches: int | float | None
-    limit_test_batches: int | float | None
-    limit_predict_batches: int | float | None
-    overfit_batches: int | float
-    val_check_interval: int | float | Duration | None
-    check_val_every_n_epoch: int | None
-    num_sanity_val_steps: int | None
-    log_every_n_steps: int | None
-    enable_checkpointing: bool | None
-    enable_progress_bar: bool | None
-    enable_model_summary: bool | None
-    accumulate_grad_batches: int
-    gradient_clip_val: int | float | None
-    gradient_clip_algorithm: ClipAlgorithm | None
-    deterministic: bool | Literal["warn"] | None
-    benchmark: bool | None
-    inference_mode: bool
-    use_distributed_sampler: bool
-    profiler: Profiler | ProfilerName | None
-    detect_anomaly: bool
-    barebones: bool
-    plugins: Plugin | Sequence[Plugin] | None
-    sync_batchnorm: bool
-    reload_dataloaders_every_n_epochs: int
-    default_root_dir: str | Path | None
-    enable_autolog_hparams: bool
-    model_registry: str | None
-
-
-def with_arguments_of(cls: type) -> Callable[[_FunctionT], _FunctionT]:
-    """Decorates a function whose ``**flags`` are the arguments of `cls`, so that `inspect.signature` names each."""
-
-    def decorate(function: _FunctionT) -> _FunctionT:
-        signature = inspect.signature(function)
-        own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-        every = [*own, *inspect.signature(cls).parameters.values()]
-        vars(function)["__signature__"] = signature.replace(parameters=every)
-        return function
-
-    return decorate
+    Args:
+        group: one of `GROUPS`; the short help of the command leaves out an argument of the group ``""``.
+        example: a value, as it is written behind the flag of the command.
+        least: the least value of a count; -1 stands for no limit.
+    """
+    return {"group": group, "example": example, "least": least}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class EngineConfig:
-    """The arguments of `Engine`: a field for each that the engine reads itself; `trainer` has those for Lightning only.
-
-    Raises:
-        ArgumentError: a value of the wrong type or out of its range.
-    """
+    """The arguments of `Engine`, of which `Trainer` has most under the same name, with the same default and meaning."""
 
     # --- which processes, on which devices
-    accelerator: str | Accelerator = "auto"
-    """Kind of device, by name or as Lightning's object."""
-    strategy: "str | Strategy" = "auto"
-    """Flag of the strategy, with the current names of its options, or Lightning's object."""
-    devices: list[int] | str | int = "auto"
-    """Number of devices of each node, ``"auto"`` or -1 for all, or a list of their indices."""
-    num_nodes: int = 1
+    accelerator: AcceleratorName | str | Accelerator = field(default="auto", metadata=_about(_HOW, "cpu"))
+    """Kind of device: ``"auto"``, ``"cpu"``, ``"gpu"``, ``"cuda"``, ``"mps"``, ``"tpu"``, or an object."""
+    strategy: StrategyName | str | Strategy = field(default="auto", metadata=_about(_HOW, "ddp"))
+    """How work is split over devices: see `polyphase strategies`. ``"single"``, ``"ddp"``, ``"fsdp"``,
+    ``"hsdp:replicate=2,shard=4"``, ... A suffix ``_spawn``, ``_fork`` or ``_notebook`` chooses how processes start.
+    Lightning's own names and strategy objects work, too. ``"auto"``: ``single`` on one device, otherwise ``ddp``."""
+    devices: list[int] | str | int = field(default="auto", metadata=_about(_HOW, "2"))
+    """Devices of each node: their number, -1 or ``"auto"`` for all, or a list of the indices of accelerators."""
+    num_nodes: int = field(default=1, metadata=_about(_HOW, "2", least=1))
     """Number of nodes (machines)."""
-    precision: Any = None
-    """Name of the precision; None: float32."""
-    compression: str = "none"
-    """Flag of the comm hook: how gradients are sent."""
-    plugins: Plugin | Sequence[Plugin] | None = None
-    """Lightning's plugins: precision, cluster environment, checkpoint IO, layer sync."""
-    sync_batchnorm: bool = False
-    """Whether BatchNorm's statistics are computed over all ranks."""
+    precision: PrecisionName | None = field(default=None, metadata=_about(_HOW, "bf16-mixed"))
+    """Number format: ``"32-true"``, ``"bf16-mixed"``, ``"16-mixed"``, ``"bf16-true"``, ``"16-true"`` or ``"64-true"``,
+    on every device and under every strategy. None: ``"32-true"``."""
+    compression: CompressionName | str = field(default="none", metadata=_about(_HOW, "bf16"))
+    """How gradients are sent: see `polyphase strategies`. ``"none"``, ``"bf16"``, ``"int8"``, ``"powersgd:4"``,
+    ``"topk:0.01"``, ``"sign"``, ``"powersgd:4+fp16"``, ... ``"auto"``: the fastest one, measured in the first steps."""
+    plugins: Plugin | Sequence[Plugin] | None = field(default=None, metadata=_about("", "MyPlugin"))
+    """One or several of Lightning's: precision, cluster environment, checkpoint IO, layer sync."""
+    sync_batchnorm: bool = field(default=False, metadata=_about(_STEP, "true"))
+    """Compute BatchNorm's statistics over all ranks."""
+    use_distributed_sampler: bool = field(default=True, metadata=_about("", "false"))
+    """Distribute samples over the ranks; False: your sampler does it."""
 
     # --- the step
-    compile: bool | CompileMode | None = False
-    """Mode of `torch.compile`; False and None: not compiled, True: ``"default"``."""
-    activation_checkpointing: ActivationCheckpointing = "none"
-    """Activations that each repeated block computes again in backward."""
-    offload: Offload | Sequence[Offload] | None = None
-    """Tensors that are kept in host memory: ``"activations"``, ``"parameters"`` or both."""
-    nonfinite: NonFinitePolicy = "warn"
-    """Response to a loss or gradient that is infinite or NaN: ``"skip"`` leaves the step out, on all ranks."""
-    check_first_steps: bool | Literal["auto"] = "auto"
-    """Whether the first steps are compared with those of the whole module in one process."""
+    compile: bool | CompileMode | None = field(default=False, metadata=_about(_HOW, "true"))
+    """Run the module's steps through `torch.compile`, in the mode named (True: ``"default"``)."""
+    activation_checkpointing: ActivationCheckpointing = field(default="none", metadata=_about(_HOW, "full"))
+    """Activations that each repeated block recomputes in backward. This saves memory: ``"none"``, all but its inputs
+    (``"full"``), or all but those of matrix products, convolutions and attention (``"selective"``). The result is the
+    same."""
+    offload: Offload | Sequence[Offload] | None = field(default=None, metadata=_about(_HOW, "activations"))
+    """Tensors that are kept in host memory, one or several: ``"activations"`` until backward, and under fsdp and hsdp
+    ``"parameters"``, with their gradients and optimizer state."""
+    nonfinite: NonFinitePolicy = field(default="warn", metadata=_about(_STEP, "error"))
+    """Reaction to a loss or gradient norm that is infinite or NaN. ``"warn"``, ``"error"``: the run ends, with the
+    weights from before that step, ``"skip"``: all ranks leave the step out (weights, optimizer state, residuals,
+    buffers), and the run ends after 20 of them in a row, or ``"ignore"``. Under ``"error"`` and ``"skip"`` the host
+    waits for an accelerator in each step unless the optimizer is ``fused=True``."""
+    check_first_steps: bool | Literal["auto"] = field(default="auto", metadata=_about(_STEP, "false"))
+    """Compare the first steps with one process. Their losses, gradients and weights are compared between the ranks,
+    and, under strategies that divide the module or the optimizer's state (fsdp, hsdp, tp, pp, zero1), with those of the
+    whole module in one process: ``"auto"`` warns of a difference, and takes a sample of large modules; with True a
+    difference is an error, and ddp is compared with one process, too. False: never."""
+    gradient_clip_val: int | float | None = field(default=None, metadata=_about(_STEP, "1.0"))
+    """Largest norm of all gradients together, or largest value; None: no clipping."""
+    gradient_clip_algorithm: ClipAlgorithm | None = field(default=None, metadata=_about(_STEP, "value"))
+    """Clip by ``"norm"`` or by ``"value"``. None: ``"norm"``."""
+    deterministic: bool | Literal["warn"] | None = field(default=None, metadata=_about(_STEP, "true"))
+    """Use only deterministic algorithms; ``"warn"``: only warn if there is none."""
+    benchmark: bool | None = field(default=None, metadata=_about("", "true"))
+    """Sets `torch.backends.cudnn.benchmark`."""
+    detect_anomaly: bool = field(default=False, metadata=_about("", "true"))
+    """Find the operation whose backward made a NaN; slow."""
+    inference_mode: bool = field(default=True, metadata=_about("", "false"))
+    """Evaluate under `torch.inference_mode`; False, or if shards are gathered: `torch.no_grad`."""
+
+    # --- how long
+    max_epochs: int | None = field(default=None, metadata=_about(_LONG, "5", least=-1))
+    """End after this number of epochs; -1: never. None: 1000, unless `max_steps` or `max_time` ends training."""
+    min_epochs: int | None = field(default=None, metadata=_about("", "1", least=0))
+    """Train for at least this number of epochs, even if a callback would stop earlier."""
+    max_steps: int = field(default=-1, metadata=_about(_LONG, "1000", least=-1))
+    """End after this number of optimizer steps; -1: never."""
+    min_steps: int | None = field(default=None, metadata=_about("", "100", least=0))
+    """Train for at least this number of optimizer steps, even if a callback would stop earlier."""
+    max_time: Duration | None = field(default=None, metadata=_about(_LONG, "00:08:00:00"))
+    """End after this time: ``"DD:HH:MM:SS"``, a `timedelta`, or a dictionary of its arguments."""
+    limit_train_batches: int | float | None = field(default=None, metadata=_about(_LONG, "10"))
+    """Use this number of batches of an epoch on each rank (int), or this fraction of them (float)."""
+    limit_val_batches: int | float | None = field(default=None, metadata=_about(_LONG, "10"))
+    """The same in validation."""
+    limit_test_batches: int | float | None = field(default=None, metadata=_about("", "10"))
+    """The same in `test`."""
+    limit_predict_batches: int | float | None = field(default=None, metadata=_about("", "10"))
+    """The same in `predict`."""
+    overfit_batches: int | float = field(default=0.0, metadata=_about("", "2"))
+    """Train and validate on this number of batches (int), or this fraction of them (float), in every epoch."""
+    fast_dev_run: int | bool = field(default=False, metadata=_about(_LONG, "true", least=0))
+    """Run this many batches of each stage, without logs and checkpoints; True: 1."""
+    check_val_every_n_epoch: int | None = field(default=1, metadata=_about(_SHOWN, "5", least=1))
+    """Validate in every n-th epoch; None: only by `val_check_interval`, across epochs."""
+    val_check_interval: int | float | Duration | None = field(default=None, metadata=_about(_SHOWN, "0.25"))
+    """Validate after this number of training batches (int), this fraction of an epoch (float), or this time (as in
+    `max_time`)."""
+    num_sanity_val_steps: int | None = field(default=None, metadata=_about("", "0", least=-1))
+    """Validation batches to run before training; -1: all. None: 2."""
 
     # --- batches
-    global_batch_size: int | None = None
-    """Samples of an optimizer step, over all ranks and micro-batches; None: the DataLoader's batch size decides."""
-    micro_batch_size: int | Literal["auto"] | None = None
-    """Most samples of a micro-batch; None: the DataLoader's batch size, ``"auto"``: as many as fit in memory."""
-    accumulate_grad_batches: int = 1
-    """Micro-batches of an optimizer step."""
-    uneven: UnevenPolicy = "pad"
-    """How an epoch ends in which ranks have different numbers of training batches."""
-    seed_samples: bool = False
-    """Whether the random draws of each sample are seeded by its index."""
+    global_batch_size: int | None = field(default=None, metadata=_about(_BATCHES, "256", least=1))
+    """Samples of each optimizer step, over all ranks and micro-batches, whatever their number. The accumulation follows
+    from it. None: the DataLoader's ``batch_size`` x ranks x `accumulate_grad_batches`."""
+    micro_batch_size: int | Literal["auto"] | None = field(default=None, metadata=_about(_BATCHES, "8", least=1))
+    """Largest number of these samples that a rank processes at once. None: the DataLoader's ``batch_size``. ``"auto"``:
+    its whole share; if a rank runs out of memory, the step is repeated with half as many."""
+    accumulate_grad_batches: int = field(default=1, metadata=_about(_BATCHES, "4", least=1))
+    """Micro-batches of each optimizer step."""
+    uneven: UnevenPolicy = field(default="pad", metadata=_about(_BATCHES, "drop"))
+    """The end of an epoch if ranks have different numbers of training batches (streams). After the last rank
+    (``"pad"``: ranks that have finished count for nothing), or after the first (``"drop"``)."""
+    seed_samples: bool = field(default=False, metadata=_about(_BATCHES, "true"))
+    """Seed Python's, NumPy's and torch's CPU generators before each sample by seed, epoch and index. Its augmentation
+    is then the same with any number of ranks and workers, any batch size, and after a resumption. Each evaluation has
+    the same draws. Not for an `IterableDataset`."""
+    reload_dataloaders_every_n_epochs: int = field(default=0, metadata=_about("", "1", least=0))
+    """Ask for new DataLoaders in every n-th epoch; 0: never."""
 
     # --- checkpoints and failures
-    resume: str | Path | None = None
-    """Checkpoint to resume from, ``"auto"``, ``"fresh"``, or None."""
-    checkpoint_format: CheckpointFormat = "auto"
-    """Whether a checkpoint is a file or a directory."""
-    hang_timeout_s: float | None = 600.0
-    """Seconds that a rank may stay at one batch and phase; None: for ever."""
+    resume: str | Path | None = field(default=None, metadata=_about(_SAVING, "auto"))
+    """Checkpoint to resume from, if `fit` gets none. ``"auto"``: the newest undamaged one of this run, or a fresh
+    start; adds a `Snapshot` callback if there is none, and keeps the global batch if the number of processes changes.
+    ``"fresh"``: the same, but training starts anew even if there is a checkpoint."""
+    checkpoint_format: CheckpointFormat = field(default="auto", metadata=_about(_SAVING, "file"))
+    """Whether a checkpoint is a file or a directory. ``"auto"``: a file that stock Lightning opens, or a directory if
+    the strategy shards the state (fsdp, hsdp, tp, pp). ``"file"``: always a file; rank 0 gathers the shards.
+    ``"directory"``: always a directory. `Snapshot` always writes directories."""
+    hang_timeout_s: float | None = field(default=600.0, metadata=_about(_SAVING, "60"))
+    """Seconds that a rank may stay at one batch and phase. Then the run ends, and the rank at fault is named with its
+    stack. Three times as long before the second batch, once all ranks are connected. None: no limit."""
+    default_root_dir: str | Path | None = field(default=None, metadata=_about(_SAVING, "runs"))
+    """Folder or URL of logs and checkpoints. None: the working directory."""
+    enable_checkpointing: bool | None = field(default=None, metadata=_about(_SAVING, "false"))
+    """Add a `ModelCheckpoint` if there is none. None: True."""
 
     # --- what is shown and logged
-    logger: Logger | Iterable[Logger] | bool | None = None
-    """Loggers; None and True: TensorBoard's, False: none."""
-    name: str | None = None
-    """Name of the folder of the default logger; None: a number."""
-    callbacks: Callback | Sequence[Callback] | None = None
-    """The user's callbacks."""
-    enable_progress_bar: bool | None = None
-    """Whether a progress bar is added where there is none; None: yes."""
-    enable_run_summary: bool | None = None
-    """Whether a line about the run is printed; None: unless the run is silent."""
-    barebones: bool = False
-    """Whether everything that costs time is left out."""
-
-    trainer: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Further arguments of Lightning's `Trainer`, by name."""
-
-    def __post_init__(self) -> None:
-        check_arguments(self._given())
-
-    @classmethod
-    def from_arguments(cls, arguments: Mapping[str, Any]) -> "EngineConfig":
-        """Builds it from the arguments of `Engine` by name; other names are ignored."""
-        values = {name: value for name, value in arguments.items() if name in Arguments.__annotations__}
-        own = {name: values.pop(name) for name in _OWN_FIELDS if name in values}
-        return cls(**own, trainer=values)
+    logger: Logger | Iterable[Logger] | bool | None = field(default=None, metadata=_about(_SHOWN, "CSVLogger"))
+    """One or several; True or None: TensorBoard's; False: none."""
+    name: str | None = field(default=None, metadata=_about(_SHOWN, "my-run"))
+    """Name of the folder of the default logger, instead of ``version_0``; a name in use gets a number."""
+    log_every_n_steps: int | None = field(default=None, metadata=_about(_SHOWN, "10", least=0))
+    """Log in every n-th optimizer step. None: 50."""
+    callbacks: Callback | Sequence[Callback] | None = field(default=None, metadata=_about(_SHOWN, "MemoryMonitor"))
+    """One or several; on the command line += adds another."""
+    enable_progress_bar: bool | None = field(default=None, metadata=_about(_SHOWN, "false"))
+    """Add a progress bar if there is none. None: True."""
+    enable_run_summary: bool | None = field(default=None, metadata=_about("", "false"))
+    """Print one line about the run when training begins, and the places of its results at the end. None: unless
+    `barebones`, or neither a logger nor a progress bar is wanted."""
+    enable_model_summary: bool | None = field(default=None, metadata=_about("", "false"))
+    """Print a table of the module's layers. None: True."""
+    profiler: Profiler | ProfilerName | None = field(default=None, metadata=_about(_SHOWN, "simple"))
+    """Where time goes: ``"simple"``, ``"advanced"``, ``"pytorch"``, ``"xla"``, or an object."""
+    barebones: bool = field(default=False, metadata=_about("", "true"))
+    """Leave out everything that costs time, to measure the cost of the rest."""
+    enable_autolog_hparams: bool = field(default=True, metadata=_about("", "false"))
+    """Log the module's hyperparameters at the start."""
+    model_registry: str | None = field(default=None, metadata=_about("", "my-model"))
+    """Name of the model in Lightning's registry."""
 
     @property
     def arguments(self) -> dict[str, Any]:
         """All arguments of `Engine`, by name."""
-        return {**{name: getattr(self, name) for name in _OWN_FIELDS}, **self.trainer}
-
-    @property
-    def arguments_of_trainer(self) -> dict[str, Any]:
-        """The arguments that Lightning's `Trainer` has as well, by name."""
-        return {name: value for name, value in self.arguments.items() if name in _TRAINERS_DEFAULTS}
+        return {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
 
     @property
     def is_silent(self) -> bool:
@@ -252,23 +247,18 @@ class EngineConfig:
 
     def __str__(self) -> str:
         """The arguments that differ from their defaults: ``Engine(strategy='ddp', devices=2)``."""
-        return f"Engine({', '.join(f'{name}={value!r}' for name, value in self._given().items())})"
+        return f"Engine({', '.join(f'{name}={value!r}' for name, value in self.changed.items())})"
 
     @property
     def as_plain(self) -> dict[str, Any]:
         """The arguments that differ from their defaults, by name, as values that JSON has."""
-        return {name: plain_value(value) for name, value in self._given().items()}
+        return {name: plain_value(value) for name, value in self.changed.items()}
 
-    def _given(self) -> dict[str, Any]:
-        defaults = {**_TRAINERS_DEFAULTS, **_OWN_FIELDS}
-        return {name: value for name, value in self.arguments.items() if not _is_same(value, defaults.get(name))}
-
-
-_OWN_FIELDS = {field.name: field.default for field in dataclasses.fields(EngineConfig) if field.name != "trainer"}
-"""Default by name of each argument that is a field."""
-
-_TRAINERS_DEFAULTS = {name: parameter.default for name, parameter in inspect.signature(Trainer).parameters.items()}
-"""Default by name of each argument of Lightning's `Trainer`."""
+    @property
+    def changed(self) -> dict[str, Any]:
+        """The arguments that differ from their defaults, by name."""
+        fields = dataclasses.fields(self)
+        return {f.name: value for f in fields if not _is_same(value := getattr(self, f.name), f.default)}
 
 
 def _is_same(value: Any, default: Any) -> bool:
@@ -288,297 +278,73 @@ def plain_value(value: Any) -> Any:
     return str(value) if isinstance(value, os.PathLike) else type(value).__name__
 
 
-# Checks the arguments of `Engine` before anything is built: their names, types, closed sets and ranges.
-#
-# Types and closed sets come from the annotations of `Arguments`. The tables here have the rest: the
-# ranges of counts, and descriptions of arguments with a grammar of their own. Every value that Lightning accepts is
-# accepted here, too.
+# --- what is made from the fields
+
+_LIGHTNINGS = {
+    "accelerators": ("Accelerator",),
+    "callbacks": ("Callback",),
+    "loggers": ("Logger",),
+    "plugins": ("CheckpointIO", "ClusterEnvironment", "LayerSync", "Precision"),
+    "profilers": ("Profiler",),
+    "strategies": ("Strategy",),
+}
+"""Module of Lightning -> its classes among the annotations."""
+
+
+@functools.cache
+def types_of(config: type) -> dict[str, Any]:
+    """The type of each field, by name; imports Lightning, whose classes are among them."""
+    modules = {name: importlib.import_module(f"lightning.pytorch.{name}") for name in _LIGHTNINGS}
+    theirs = {name: getattr(modules[module], name) for module, names in _LIGHTNINGS.items() for name in names}
+    theirs["Plugin"] = functools.reduce(operator.or_, [theirs[name] for name in _LIGHTNINGS["plugins"]])
+    return typing.get_type_hints(config, localns=theirs)
+
 
 _P = ParamSpec("_P")
-
-EXAMPLE = 'Engine(strategy="ddp", devices=2)'
-
-_HINTS = typing.get_type_hints(Arguments)
-
-_LEAST = {
-    "num_nodes": 1,
-    "global_batch_size": 1,
-    "micro_batch_size": 1,
-    "fast_dev_run": 0,
-    "max_epochs": -1,
-    "min_epochs": 0,
-    "max_steps": -1,
-    "min_steps": 0,
-    "check_val_every_n_epoch": 1,
-    "num_sanity_val_steps": -1,
-    "log_every_n_steps": 0,
-    "accumulate_grad_batches": 1,
-    "reload_dataloaders_every_n_epochs": 0,
-}
-"""The least value of each count; -1 stands for no limit."""
-
-_DURATION = "a time as 'DD:HH:MM:SS', a timedelta or a dictionary of its arguments"
-_BATCHES = "a fraction from 0.0 to 1.0, a whole number of batches"
-_WORDS = {
-    "strategy": "a name such as 'ddp' or 'hsdp:shard=4', or a Strategy",
-    "compression": "a name such as 'bf16' or 'powersgd:4'",
-    "accelerator": "a name such as 'cpu' or 'gpu', or an Accelerator",
-    "devices": "a number, 'auto' or a list of indices",
-    "resume": "a path, 'auto' or None",
-    "default_root_dir": "a path or None",
-    "max_time": f"{_DURATION}, or None",
-    "val_check_interval": f"{_BATCHES}, {_DURATION}, or None",
-    **{f"limit_{stage}_batches": f"{_BATCHES}, or None" for stage in ("train", "val", "test", "predict")},
-    "overfit_batches": f"{_BATCHES}",
-}
-"""Descriptions of an argument's allowed values, where its annotation says too little."""
-
-_BATCHES_OF = "You have passed invalid value {value} for {name}"
-_LIGHTNING_SAYS = {
-    **{f"limit_{stage}_batches": _BATCHES_OF for stage in ("train", "val", "test", "predict")},
-    "overfit_batches": _BATCHES_OF,
-    "val_check_interval": _BATCHES_OF,
-    "check_val_every_n_epoch": "`{name}` should be an integer.",
-    "max_epochs": "`{name}` must be a non-negative integer or -1",
-    "max_steps": "`{name}` must be a non-negative integer or -1",
-    "gradient_clip_val": "`{name}` should be an int or a float",
-    "gradient_clip_algorithm": "`{name}` {value} is invalid",
-    "profiler": "When passing string value for the `{name}` parameter of `Trainer`, it can only be one of",
-    "devices": "`{name}` must be an int, a string, a sequence of ints, but you passed",
-}
-"""The first words of Lightning's messages which its own tests look for; the engine's messages end with them."""
-
-_ANY_CASE = ("gradient_clip_algorithm", "profiler")
-"""Closed sets whose values Lightning also accepts in capitals."""
-
-_INDICES = re.compile(r"\s*(auto|-1|\d+|\d+(\s*,\s*\d+)*\s*,?)\s*")
-_TIME = re.compile(r"\s*(\d+)\s*:\s*(\d+)\s*:\s*(\d+)\s*:\s*(\d+)\s*")
-_TWO_DIGITS = re.compile(r"\s*\d+:\d\d:\d\d:\d\d\s*")
-
-_TOO_MANY_DEVICES = 100_000
-"""The smallest number of devices on one node that is refused: Lightning makes a list of all devices."""
-
-_REPR = reprlib.Repr()
-_REPR.maxstring = _REPR.maxother = 80
-_REPR.maxlevel = 2
+_ReturnT = TypeVar("_ReturnT")
 
 
-class ArgumentError(RefusedError, TypeError):
-    """An unknown argument, or an invalid value; a subclass of the errors that Python and Lightning raise for it."""
+def with_arguments_of(cls: Callable[_P, Any]) -> Callable[[Callable[..., _ReturnT]], Callable[_P, _ReturnT]]:
+    """Decorates a function of ``**flags`` that takes the fields of the dataclass `cls`, with their types and defaults.
 
-
-def checks_arguments(init: Callable[_P, None]) -> Callable[_P, None]:
-    """Decorates an ``__init__``: refuses unknown names, and turns the errors that it raises into a `RefusedError`."""
-    names = list(inspect.signature(init).parameters)[1:]
-
-    @functools.wraps(init)
-    def checked(*args: _P.args, **flags: _P.kwargs) -> None:
-        cls = type(args[0]).__name__
-        if len(args) > 1:
-            shown = ", ".join(_shorten(value) for value in args[1:])
-            raise ArgumentError(f"{cls} takes its arguments by name, but got {shown} without one: write {EXAMPLE}.")
-        unexpected = f"{cls}.__init__() got an unexpected keyword argument"  # in the words of Python
-        unknown = [
-            f"{unexpected} {name!r}.{did_you_mean(name, names, kind='argument')}" for name in flags if name not in names
-        ]
-        if unknown:
-            raise ArgumentError("\n".join(unknown[:3]))
-        with refusing():
-            init(*args, **flags)
-
-    return checked
-
-
-def check_arguments(flags: Mapping[str, Any]) -> None:
-    """Checks the values of arguments of `Engine`, by name; relations between arguments are checked elsewhere.
-
-    Raises:
-        ArgumentError: one line with the argument's name, the value, what is allowed, and the closest of a closed set.
+    A type checker sees the constructor of `cls`, `inspect.signature` the same.
     """
-    for name, value in flags.items():
-        hint = _HINTS[name]
+
+    def decorate(function: Callable[..., _ReturnT]) -> Callable[_P, _ReturnT]:
+        types = types_of(cls)
+        signature = inspect.signature(function)
+        own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        fields = inspect.signature(cls).parameters.values()
+        named = [p.replace(annotation=types[p.name]) for p in fields if p.name not in signature.parameters]
+        vars(function)["__signature__"] = signature.replace(parameters=[*own, *named])
+        function.__annotations__ = {**types, "return": signature.return_annotation}
+        return function
+
+    return decorate
+
+
+def method_with_arguments_of(
+    cls: Callable[_P, Any],
+) -> Callable[[Callable[..., _ReturnT]], Callable[Concatenate[Any, _P], _ReturnT]]:
+    """Decorates a method like `with_arguments_of` a function: a type checker sees its ``self`` as well."""
+    return with_arguments_of(cls)
+
+
+def field_docs(cls: type) -> dict[str, str]:
+    """Returns the docstring of each field of a dataclass and its bases, by the field's name."""
+    docs: dict[str, str] = {}
+    for base in reversed(cls.__mro__[:-1]):
         try:
-            is_right = _is_right(name, value, hint, flags)
-        except ValueError as error:
-            raise ArgumentError(str(error) + _as_lightning_says(name, value)) from None
-        if not is_right:
-            near = did_you_mean(value.lower(), _texts(hint)) if isinstance(value, str) else ""
-            message = f"{name}={_shorten(value)}: {_WORDS.get(name) or _described(name, hint)}.{near}"
-            raise ArgumentError(message + _as_lightning_says(name, value))
-
-
-def _as_lightning_says(name: str, value: Any) -> str:
-    template = _LIGHTNING_SAYS.get(name)
-    # A text is shown without quotes, as in Lightning's message.
-    return (
-        f" (Lightning: {template.format(name=name, value=' '.join(str(value)[:80].split()))} ...)" if template else ""
-    )
-
-
-def _is_right(name: str, value: Any, hint: Any, flags: Mapping[str, Any]) -> bool:
-    """Whether an argument can have a value; raises a ValueError if it has a more precise message than the caller's."""
-    if value is None and _fits(None, hint):
-        return True
-    if name in _LEAST and isinstance(value, numbers.Number):
-        check_count(name, _as_count(name, value), least=_LEAST[name])
-        return True
-    if name in _OWN_CHECKS:
-        return _OWN_CHECKS[name](value, flags)
-    if name == "precision" and not _fits(value, hint):
-        canonical_precision(value)
-    elif isinstance(value, str) and _texts(hint) and _is_closed(hint):
-        choose(f"value of {name}", value.lower() if name in _ANY_CASE else value, _texts(hint))
-        return True
-    return _fits(value, hint)
-
-
-def _shorten(value: Any) -> str:
-    """The `repr` of `value` on one line, shortened if it is long."""
-    return " ".join(_REPR.repr(value).split())
-
-
-def _as_count(name: str, value: Any) -> Any:
-    """The whole number that Lightning takes `value` for, if any: ``True`` is 1, and steps may be ``1e6``."""
-    if isinstance(value, numbers.Integral):
-        return value if isinstance(value, bool) and name not in _SWITCHED else int(value)
-    if isinstance(value, float) and value.is_integer() and name in ("max_steps", "min_steps"):
-        return int(value)
-    return value
-
-
-_SWITCHED = ("fast_dev_run", "log_every_n_steps", "num_sanity_val_steps", "reload_dataloaders_every_n_epochs")
-"""Counts that scripts set to False to turn them off."""
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    """Whether `value` has the annotated type; the elements of an iterator are not checked."""
-    origin, inner = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        return any(_fits(value, option) for option in inner)
-    if origin is Literal:
-        return any(type(value) is type(option) and value == option for option in inner)
-    if isinstance(origin, type) and issubclass(origin, Iterable):
-        if not isinstance(value, Iterable) or isinstance(value, (str, bytes, Mapping)):
-            return False
-        try:
-            return isinstance(value, Iterator) or all(_fits(item, inner[0]) for item in value)
-        except TypeError:  # a tensor without dimensions
-            return False
-    if hint is bool:
-        return isinstance(value, bool) or (isinstance(value, int) and value in (0, 1))
-    if hint in (int, float):
-        return isinstance(value, numbers.Integral if hint is int else numbers.Real)
-    if hint is Path:
-        return isinstance(value, os.PathLike)
-    if hint in (str, type(None)):
-        return isinstance(value, hint)
-    return isinstance(value, hint) or _stands_for(value, hint)
-
-
-def _stands_for(value: Any, cls: type) -> bool:
-    """Whether an object that is no instance of `cls` can take the place of one; Lightning never checks its class.
-
-    Either its class has the same name, as in the package `pytorch_lightning`, or it has all members that `cls` requires
-    of its subclasses.
-    """
-    if isinstance(value, type):
-        return False
-    asked = getattr(cls, "__abstractmethods__", ())
-    is_alike = bool(asked) and all(hasattr(value, name) for name in asked)
-    return is_alike or any(base.__name__ == cls.__name__ for base in type(value).__mro__)
-
-
-def _is_closed(hint: Any) -> bool:
-    """Whether an annotation allows only texts of a closed set, None and objects."""
-    options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
-    return not {str, bool, int, float}.intersection(options)
-
-
-def _texts(hint: Any) -> list[str]:
-    """All texts that an annotation names."""
-    if typing.get_origin(hint) is Literal:
-        return [text for text in typing.get_args(hint) if isinstance(text, str)]
-    return [text for option in typing.get_args(hint) for text in _texts(option)]
-
-
-def _described(name: str, hint: Any) -> str:
-    """Describes in words what an annotation allows: ``True, False or None``."""
-    options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
-    words = dict.fromkeys(word for option in options for word in _words(name, option))
-    *others, last = [word for word in words if not (word == "a whole number" and "a number" in words)]
-    return f"{', '.join(others)} or {last}" if others else last
-
-
-def _words(name: str, hint: Any) -> list[str]:
-    origin, inner = typing.get_origin(hint), typing.get_args(hint)
-    if origin is Literal:
-        return [repr(value) for value in inner]
-    if isinstance(origin, type) and issubclass(origin, Iterable):
-        return ["a list of them"]
-    if hint is bool:
-        return ["True", "False"]
-    if hint is int:
-        return [f"a whole number of at least {_LEAST[name]}" if name in _LEAST else "a whole number"]
-    plain = {float: "a number", str: "a name", Path: "a path", type(None): "None"}
-    return [plain[hint]] if hint in plain else [f"{'an' if hint.__name__[0] in 'AEIOU' else 'a'} {hint.__name__}"]
-
-
-def _is_devices(value: Any, flags: Mapping[str, Any]) -> bool:
-    accelerator = flags.get("accelerator", "auto")
-    if not isinstance(accelerator, str) or accelerator not in typing.get_args(AcceleratorName):
-        return True  # the user's own accelerator parses `devices`
-    if isinstance(value, str):
-        return _INDICES.fullmatch(value) is not None and all(len(digits) < 6 for digits in re.findall(r"\d+", value))
-    values = value if isinstance(value, Sequence) and not isinstance(value, bytes) else [value]
-    is_whole = all(isinstance(index, numbers.Integral) and not isinstance(index, bool) for index in values)
-    return is_whole and all(abs(index) < _TOO_MANY_DEVICES for index in values)
-
-
-def _is_number_of_batches(value: Any, _flags: Mapping[str, Any]) -> bool:
-    if not isinstance(value, numbers.Real):
-        return False
-    try:
-        number = float(value)
-    except OverflowError:  # a whole number, but far too large for a number of batches
-        return False
-    return 0 <= number <= 1 or (number > 1 and number % 1 == 0)
-
-
-def _is_positive(value: Any, _flags: Mapping[str, Any]) -> bool:
-    return isinstance(value, numbers.Real) and bool(check_number("hang_timeout_s", value, above=0))
-
-
-def _is_clip_val(value: Any, _flags: Mapping[str, Any]) -> bool:
-    return isinstance(value, numbers.Real) and check_number("gradient_clip_val", value, most=math.inf) >= 0
-
-
-def _is_max_time(value: Any, _flags: Mapping[str, Any]) -> bool:
-    return _is_duration(value) and (not isinstance(value, str) or _TWO_DIGITS.fullmatch(value) is not None)
-
-
-def _is_check_interval(value: Any, flags: Mapping[str, Any]) -> bool:
-    return _is_number_of_batches(value, flags) or _is_duration(value)
-
-
-def _is_duration(value: Any) -> bool:
-    if isinstance(value, str) and (match := _TIME.fullmatch(value)):
-        value = dict(zip(("days", "hours", "minutes", "seconds"), map(int, match.groups()), strict=True))
-    if isinstance(value, Mapping):
-        try:
-            value = timedelta(**value)
-        except (TypeError, ValueError, OverflowError):
-            return False
-    return isinstance(value, timedelta)
-
-
-_OWN_CHECKS: dict[str, Callable[[Any, Mapping[str, Any]], bool]] = {
-    "benchmark": lambda value, flags: isinstance(value, bool),  # torch refuses 0 and 1 there
-    "devices": _is_devices,
-    "hang_timeout_s": _is_positive,
-    "gradient_clip_val": _is_clip_val,
-    "max_time": _is_max_time,
-    "val_check_interval": _is_check_interval,
-    **{f"limit_{stage}_batches": _is_number_of_batches for stage in ("train", "val", "test", "predict")},
-    "overfit_batches": _is_number_of_batches,
-}
-"""Checks of arguments whose annotation says too little, given all flags."""
+            tree = ast.parse(textwrap.dedent(inspect.getsource(base)))
+        except (OSError, TypeError, SyntaxError):
+            continue  # created at run time, or in an interactive session
+        body = tree.body[0].body  # type: ignore[attr-defined]
+        for name, text in itertools.pairwise(body):
+            if (
+                isinstance(name, ast.AnnAssign)
+                and isinstance(name.target, ast.Name)
+                and isinstance(text, ast.Expr)
+                and isinstance(text.value, ast.Constant)
+            ):
+                docs[name.target.id] = " ".join(str(text.value.value).split())
+    return docs

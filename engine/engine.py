@@ -1,54 +1,35 @@
 """The engine: a Lightning `Trainer` whose flags choose among Polyphase's parts. No training logic lives here."""
 
 import copy
+import dataclasses
 import inspect
 import os
 import signal
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.loggers import Logger
-from lightning.pytorch.profilers import Profiler
-from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.utils.data import DataLoader
-from typing_extensions import Unpack
 
 from . import verify as verification
 from .checkpoint import get_random_state, set_random_state
 from .checkpoint.export import check_target, configuration_of
 from .checkpoint.export import export as write_export
+from .checks import check_arguments, checks_arguments
 from .compression import COMM_HOOKS, make_comm_hook
 from .compression.forecast import NUM_STEPS, ReportWriter, WireReport
-from .config import Arguments, Duration, EngineConfig, Plugin, checks_arguments, with_arguments_of
+from .config import EngineConfig, field_docs, method_with_arguments_of, with_arguments_of
 from .data.batch_sizes import check_batch_sizes, check_loader
 from .distributed.environment import environment_of_launcher, resolve_sizes
 from .errors import RefusedError, check_checkpoint, check_nodes, check_writable, refusing
-from .flags import (
-    AcceleratorName,
-    ActivationCheckpointing,
-    CheckpointFormat,
-    ClipAlgorithm,
-    CompileMode,
-    CompressionName,
-    Layout,
-    NonFinitePolicy,
-    Offload,
-    PrecisionName,
-    ProfilerName,
-    StrategyName,
-    UnevenPolicy,
-    check_count,
-    choose,
-)
+from .flags import Layout, check_count, choose
 from .initialization import check_shapes, read_stored
 from .loggers.run_names import claim_log_folders, folders_written_to
 from .loop.compile import check_cuda_graphs, compile_mode
@@ -73,7 +54,7 @@ _A_FEW_STEPS = {
 }
 """Flags of a run that is to measure or compare something and leaves nothing behind."""
 
-_OURS = frozenset(Arguments.__annotations__) - frozenset(inspect.signature(Trainer).parameters)
+_OURS = frozenset(inspect.signature(EngineConfig).parameters) - frozenset(inspect.signature(Trainer).parameters)
 """Arguments that `Trainer` does not have."""
 
 _SILENT = {"name": None, "enable_run_summary": False, "check_first_steps": False}
@@ -96,94 +77,7 @@ class Engine(TrainerBase):
 
     Every argument of `Trainer` keeps its name, default and meaning.
 
-    Args:
-        accelerator: ``"auto"``, ``"cpu"``, ``"gpu"``, ``"cuda"``, ``"mps"``, ``"tpu"``, or an object.
-        strategy: ``"single"``, ``"ddp"``, ``"fsdp"``, ``"hsdp:replicate=2,shard=4"``, ...: see `polyphase strategies`.
-            A suffix ``_spawn``, ``_fork`` or ``_notebook`` chooses how processes start. Lightning's own names and
-            strategy objects work, too. ``"auto"``: ``single`` on one device, otherwise ``ddp``.
-        devices: devices of each node: their number, -1 or ``"auto"`` for all, or a list of the indices of accelerators.
-        num_nodes: number of nodes (machines).
-        precision: ``"32-true"``, ``"bf16-mixed"``, ``"16-mixed"``, ``"bf16-true"``, ``"16-true"`` or ``"64-true"``, on
-            every device and under every strategy.
-        compression: the method for sending gradients: ``"none"``, ``"bf16"``, ``"int8"``, ``"powersgd:4"``,
-            ``"topk:0.01"``, ``"sign"``, ``"powersgd:4+fp16"``, ...: see `polyphase strategies`. ``"auto"``: the fastest
-            one, measured in the first steps.
-        compile: run the module's steps through `torch.compile`, in the mode named (True: ``"default"``).
-        activation_checkpointing: activations that each repeated block recomputes in backward to save memory:
-            ``"none"``, all but its inputs (``"full"``), or all but those of matrix products, convolutions and attention
-            (``"selective"``). The result is the same.
-        offload: tensors that are kept in host memory, one or several: ``"activations"`` until backward, and under fsdp
-            and hsdp ``"parameters"``, with their gradients and optimizer state.
-        resume: checkpoint to resume from, if `fit` gets none. ``"auto"``: the newest undamaged one of this run, or a
-            fresh start; adds a `Snapshot` callback if there is none, and keeps the global batch if the number of
-            processes changes. ``"fresh"``: the same, but training starts anew even if there is a checkpoint.
-        checkpoint_format: ``"auto"``: a checkpoint is a file that stock Lightning opens, or a directory if the strategy
-            shards the state (fsdp, hsdp, tp, pp). ``"file"``: always a file; rank 0 gathers the shards.
-            ``"directory"``: always a directory. `Snapshot` always writes directories.
-        hang_timeout_s: seconds that a rank may stay at one batch and phase; then the run ends, and the rank at fault
-            is named with its stack. Three times as long before the second batch, once all ranks are connected. None:
-            no limit.
-        nonfinite: reaction to a loss or gradient norm that is infinite or NaN: ``"warn"``, ``"error"``: the run ends,
-            with the weights from before that step, ``"skip"``: all ranks leave the step out (weights, optimizer state,
-            residuals, buffers), and the run ends after 20 of them in a row, or ``"ignore"``. Under ``"error"`` and
-            ``"skip"`` the host waits for an accelerator in each step unless the optimizer is ``fused=True``.
-        check_first_steps: compare losses, gradients and weights of the first steps between the ranks, and, under
-            strategies that divide the module or the optimizer's state (fsdp, hsdp, tp, pp, zero1), with those of the
-            whole module in one process: ``"auto"`` warns of a difference, and takes a sample of large modules; with
-            True a difference is an error, and ddp is compared with one process, too. False: never.
-        uneven: the end of an epoch if ranks have different numbers of training batches (streams): after the last rank
-            (``"pad"``: ranks that have finished count for nothing), or after the first (``"drop"``).
-        seed_samples: seed Python's, NumPy's and torch's CPU generators before each sample by seed, epoch and index: its
-            augmentation is then the same with any number of ranks and workers, any batch size, and after a resumption.
-            Each evaluation has the same draws. Not for an `IterableDataset`.
-        name: name of the folder of the default logger, instead of ``version_0``; a name in use gets a number.
-        enable_run_summary: print one line about the run when training begins, and the places of its results at the end.
-            None: unless `barebones`, or neither a logger nor a progress bar is wanted.
-        global_batch_size: samples of each optimizer step, over all ranks and micro-batches, whatever their number; the
-            accumulation follows from it. None: the DataLoader's ``batch_size`` x ranks x `accumulate_grad_batches`.
-        micro_batch_size: largest number of these samples that a rank processes at once. None: the DataLoader's
-            ``batch_size``. ``"auto"``: its whole share; if a rank runs out of memory, the step is repeated with half as
-            many.
-        logger: one or several; True or None: TensorBoard's; False: none.
-        callbacks: one or several.
-        fast_dev_run: run this many batches of each stage, without logs and checkpoints; True: 1.
-        max_epochs: end after this number of epochs; -1: never. None: 1000, unless `max_steps` or `max_time` ends
-            training.
-        min_epochs: train for at least this number of epochs, even if a callback would stop earlier.
-        max_steps: end after this number of optimizer steps; -1: never.
-        min_steps: train for at least this number of optimizer steps, even if a callback would stop earlier.
-        max_time: end after this time: ``"DD:HH:MM:SS"``, a `timedelta`, or a dictionary of its arguments.
-        limit_train_batches: use this number of batches of an epoch on each rank (int), or this fraction of them
-            (float).
-        limit_val_batches: the same in validation.
-        limit_test_batches: the same in `test`.
-        limit_predict_batches: the same in `predict`.
-        overfit_batches: train and validate on this number of batches (int), or this fraction of them (float), in every
-            epoch.
-        val_check_interval: validate after this number of training batches (int), this fraction of an epoch (float), or
-            this time (as in `max_time`).
-        check_val_every_n_epoch: validate in every n-th epoch; None: only by `val_check_interval`, across epochs.
-        num_sanity_val_steps: validation batches to run before training; -1: all. None: 2.
-        log_every_n_steps: log in every n-th optimizer step. None: 50.
-        enable_checkpointing: add a `ModelCheckpoint` if there is none. None: True.
-        enable_progress_bar: add a progress bar if there is none. None: True.
-        enable_model_summary: print a table of the module's layers. None: True.
-        accumulate_grad_batches: micro-batches of each optimizer step.
-        gradient_clip_val: largest norm of all gradients together, or largest value; None: no clipping.
-        gradient_clip_algorithm: ``"norm"`` or ``"value"``. None: ``"norm"``.
-        deterministic: use only deterministic algorithms; ``"warn"``: only warn if there is none.
-        benchmark: sets `torch.backends.cudnn.benchmark`.
-        inference_mode: evaluate under `torch.inference_mode`; False, or if shards are gathered: `torch.no_grad`.
-        use_distributed_sampler: distribute samples over the ranks; False: your sampler does it.
-        profiler: ``"simple"``, ``"advanced"``, ``"pytorch"``, ``"xla"``, or an object.
-        detect_anomaly: find the operation whose backward made a NaN; slow.
-        barebones: leave out everything that costs time, to measure the cost of the rest.
-        plugins: one or several of Lightning's: precision, cluster environment, checkpoint IO, layer sync.
-        sync_batchnorm: compute BatchNorm's statistics over all ranks.
-        reload_dataloaders_every_n_epochs: ask for new DataLoaders in every n-th epoch; 0: never.
-        default_root_dir: folder or URL of logs and checkpoints. None: the working directory.
-        enable_autolog_hparams: log the module's hyperparameters at the start.
-        model_registry: name of the model in Lightning's registry.
+    Its arguments are the fields of `EngineConfig`.
 
     Raises:
         ArgumentError: an unknown argument, or one of the wrong type or range. A `TypeError`, and like all of these
@@ -193,72 +87,15 @@ class Engine(TrainerBase):
 
     @defaults_from_environment
     @checks_arguments
-    def __init__(
-        self,
-        *,
-        accelerator: AcceleratorName | str | Accelerator = "auto",
-        strategy: StrategyName | str | Strategy = "auto",
-        devices: list[int] | str | int = "auto",
-        num_nodes: int = 1,
-        precision: PrecisionName | None = None,
-        compression: CompressionName | str = "none",
-        compile: bool | CompileMode | None = False,
-        activation_checkpointing: ActivationCheckpointing = "none",
-        offload: Offload | Sequence[Offload] | None = None,
-        resume: str | Path | None = None,
-        checkpoint_format: CheckpointFormat = "auto",
-        hang_timeout_s: float | None = 600.0,
-        nonfinite: NonFinitePolicy = "warn",
-        check_first_steps: bool | Literal["auto"] = "auto",
-        uneven: UnevenPolicy = "pad",
-        seed_samples: bool = False,
-        name: str | None = None,
-        enable_run_summary: bool | None = None,
-        global_batch_size: int | None = None,
-        micro_batch_size: int | Literal["auto"] | None = None,
-        logger: Logger | Iterable[Logger] | bool | None = None,
-        callbacks: Callback | Sequence[Callback] | None = None,
-        fast_dev_run: int | bool = False,
-        max_epochs: int | None = None,
-        min_epochs: int | None = None,
-        max_steps: int = -1,
-        min_steps: int | None = None,
-        max_time: Duration | None = None,
-        limit_train_batches: int | float | None = None,
-        limit_val_batches: int | float | None = None,
-        limit_test_batches: int | float | None = None,
-        limit_predict_batches: int | float | None = None,
-        overfit_batches: int | float = 0.0,
-        val_check_interval: int | float | Duration | None = None,
-        check_val_every_n_epoch: int | None = 1,
-        num_sanity_val_steps: int | None = None,
-        log_every_n_steps: int | None = None,
-        enable_checkpointing: bool | None = None,
-        enable_progress_bar: bool | None = None,
-        enable_model_summary: bool | None = None,
-        accumulate_grad_batches: int = 1,
-        gradient_clip_val: int | float | None = None,
-        gradient_clip_algorithm: ClipAlgorithm | None = None,
-        deterministic: bool | Literal["warn"] | None = None,
-        benchmark: bool | None = None,
-        inference_mode: bool = True,
-        use_distributed_sampler: bool = True,
-        profiler: Profiler | ProfilerName | None = None,
-        detect_anomaly: bool = False,
-        barebones: bool = False,
-        plugins: Plugin | Sequence[Plugin] | None = None,
-        sync_batchnorm: bool = False,
-        reload_dataloaders_every_n_epochs: int = 0,
-        default_root_dir: str | Path | None = None,
-        enable_autolog_hparams: bool = True,
-        model_registry: str | None = None,
-    ) -> None:
-        self.config = config = EngineConfig.from_arguments(locals())
+    @method_with_arguments_of(EngineConfig)
+    def __init__(self, **flags: Any) -> None:
+        self.config = config = EngineConfig(**flags)
+        check_arguments(config.changed)
         watch, mode = NonFiniteWatch(config.nonfinite), compile_mode(config.compile)
         num_nodes = self._choose_parts(config)
         users, default_bar = with_defaults(_as_list(config.callbacks), config, mode)
         super().__init__(
-            **config.arguments_of_trainer
+            **{name: value for name, value in config.arguments.items() if name not in _OURS}
             | {
                 "strategy": self._parts.strategy,
                 "devices": self._parts.devices,
@@ -514,8 +351,20 @@ class Engine(TrainerBase):
         return self.report
 
 
-@with_arguments_of(Engine)
-def fit(module: LightningModule, data: LightningDataModule | DataLoader[Any], **flags: Unpack[Arguments]) -> Engine:
+Engine.__doc__ = "\n".join(
+    [inspect.cleandoc(Engine.__doc__ or ""), "", "Args:"]
+    + [f"    {name}: {text}" for name, text in field_docs(EngineConfig).items()]
+)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _FitArguments(EngineConfig):
+    module: LightningModule
+    data: LightningDataModule | DataLoader[Any]
+
+
+@with_arguments_of(_FitArguments)
+def fit(module: LightningModule, data: LightningDataModule | DataLoader[Any], **flags: Any) -> Engine:
     """Builds an `Engine` from `flags`, trains `module` on `data`, and returns the engine.
 
     Args:

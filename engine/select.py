@@ -32,7 +32,7 @@ from .precision.plugins import make_precision
 from .strategies.registry import STRATEGIES, find_strategy, import_all
 from .strategies.sync_batchnorm import SyncBatchNorm
 
-__all__ = ["check_module", "default_run_callbacks", "select", "use_own_device", "with_defaults"]
+__all__ = ["check_module", "check_strategy", "default_run_callbacks", "select", "use_own_device", "with_defaults"]
 
 import_all()
 
@@ -72,12 +72,10 @@ def select(config: EngineConfig, *, devices: Any, num_nodes: int, plugins: list[
         return _lightnings_own(strategy, devices, precision, comm_hook, plugins)
     devices = _as_lightning_counts(devices, config.accelerator)
     device_type, num_devices = _devices(config.accelerator, devices)
-    flag = _strategy_flag(strategy, device_type, num_devices * num_nodes)
-    name, launcher = split_launcher(flag.name if flag.name in StrategyRegistry else flag.name.lower())
-    if find_strategy(name) is None or (STRATEGIES[name].make is None and launcher):
-        return _lightnings_own(_known(flag), devices, precision, comm_hook, plugins)
+    name, launcher, options = _read_strategy(strategy, device_type, num_devices * num_nodes)
+    if options is None:
+        return _lightnings_own(name, devices, precision, comm_hook, plugins)
     row = STRATEGIES[name]
-    options = _options(strategy, name, flag)
     _check_compression(name, config.compression, comm_hook)
     _check_precision(name, canonical_precision(precision))
     if row.note:
@@ -103,17 +101,31 @@ def select(config: EngineConfig, *, devices: Any, num_nodes: int, plugins: list[
     )
 
 
+def check_strategy(text: str) -> None:
+    """Checks the name and the options of a flag such as ``"hsdp_spawn:replicate=2"``.
+
+    Raises:
+        ValueError: an unknown name or option, or a value that is out of range.
+    """
+    _read_strategy(text, "cpu", 1)
+
+
+def _read_strategy(text: str, device_type: str, num_processes: int) -> tuple[str, str, Any]:
+    """The name, the launcher's suffix and the options of a flag; no options: the name is Lightning's own."""
+    flag = _strategy_flag(text, device_type, num_processes)
+    name, launcher = split_launcher(flag.name if flag.name in StrategyRegistry else flag.name.lower())
+    if find_strategy(name) is None or (STRATEGIES[name].make is None and launcher):
+        return _known(flag), "", None
+    if flag.value is not None:
+        raise ValueError(f"strategy {text!r}: write {name}:key=value; {flag.value!r} has no key.")
+    return name, launcher, parse_options(f"strategy {name!r}", STRATEGIES[name].options, flag.options)
+
+
 def _as_lightning_counts(devices: Any, accelerator: Any) -> Any:
     if isinstance(devices, numbers.Integral):
         devices = int(devices)  # numpy's integers
     # Lightning knows "all of them" for accelerators only.
     return "auto" if accelerator == "cpu" and devices in (-1, "-1") else devices
-
-
-def _options(strategy: str, name: str, flag: Flag) -> Any:
-    if flag.value is not None:
-        raise ValueError(f"strategy {strategy!r}: write {name}:key=value; {flag.value!r} has no key.")
-    return parse_options(f"strategy {name!r}", STRATEGIES[name].options, flag.options)
 
 
 def _check_compression(name: str, compression: str, comm_hook: CommHook | None) -> None:

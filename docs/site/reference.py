@@ -2,15 +2,15 @@
 
 import dataclasses
 import inspect
-import re
 import typing
 from collections.abc import Iterator
 
 from lightning.pytorch import Trainer
 
 from polyphase.engine import Engine
-from polyphase.engine.cli.strategies import default_of, field_docs
+from polyphase.engine.cli.strategies import default_of
 from polyphase.engine.compression.registry import ROWS as HOOKS
+from polyphase.engine.config import EngineConfig, field_docs
 from polyphase.engine.flags import ARGUMENTS, VALUES
 from polyphase.engine.strategies.registry import STRATEGIES
 
@@ -65,7 +65,7 @@ def _names_of_other_tools() -> Iterator[str]:
 
 
 def _flags() -> Iterator[str]:
-    texts, stock = _meanings(), inspect.signature(Trainer).parameters
+    texts, stock = field_docs(EngineConfig), inspect.signature(Trainer).parameters
     parameters = inspect.signature(Engine).parameters
     own = [
         name for name in parameters if name not in stock or name in ("strategy", "precision", "devices", "accelerator")
@@ -78,13 +78,6 @@ def _flags() -> Iterator[str]:
     where = "https://lightning.ai/docs/pytorch/stable/common/trainer.html#trainer-flags"
     yield f"`polyphase fit --help-all` prints them with their types; [Lightning's documentation]({where}) has more.\n"
     yield ", ".join(f"`{name}`" for name in parameters if name not in own) + "."
-
-
-def _meanings() -> dict[str, str]:
-    """The text of each argument, from the docstring of `Engine`."""
-    section = inspect.cleandoc(Engine.__doc__ or "").partition("Args:\n")[2].partition("\nRaises:")[0]
-    found = re.findall(r"^    (\w+): (.*(?:\n {5,}.*)*)", section, re.MULTILINE)
-    return {name: " ".join(text.split()) for name, text in found}
 
 
 def _default(value: object) -> str:

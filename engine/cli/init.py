@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 
-from .check import exit_with
+from .runs import exit_with
 
 __all__ = ["FILES", "main"]
 

@@ -1,37 +1,39 @@
 """The command that runs a model: LightningCLI with the engine as its trainer and short flags. It imports torch."""
 
-import importlib
+import importlib.util
 import inspect
+import json
 import os
 import re
 import sys
 from argparse import ArgumentError
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from lightning.pytorch import Trainer
+import torch
+import yaml
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from ..checks import check_arguments
 from ..compression import make_comm_hook
+from ..config import EngineConfig
 from ..engine import Engine
 from ..errors import RefusedError, check_checkpoint
 from ..flags import check_count, did_you_mean
 from ..loop.runs import quiet
-from .check import ENGINE_FLAGS, flags_of
-from .check import exit_with as _exit
-from .classes import missing_module, no_argument
+from ..select import check_strategy
+from .runs import NAMES_MODEL, exit_with, flags_of
 
-__all__ = ["SHORT", "EngineCLI", "expand", "in_a_line", "run"]
+__all__ = ["EngineCLI", "expand", "in_a_line", "print_arguments", "run"]
 
-SHORT = tuple(flag.name for flag in ENGINE_FLAGS)
+SHORT = tuple(EngineConfig.__dataclass_fields__)
 """Flags of the engine that may be written without ``trainer.``."""
 
 _SHORT = re.compile(rf"^--(?=(?:{'|'.join(SHORT)})(?:$|[=+.]))")
-
-NAMES_MODEL = re.compile(r"-[ch].*|--(model|config|help)([=.-].*)?")
-"""Words of a command line that name a model, or a file that does, or ask for help."""
 
 
 class EngineCLI(LightningCLI):
@@ -45,37 +47,53 @@ class EngineCLI(LightningCLI):
         try:
             super().__init__(*args, **{"trainer_class": Engine, **kwargs, "parser_kwargs": parsing})
         except ArgumentError as error:
-            program = os.path.basename(sys.argv[0])
-            command = next((word for word in sys.argv[1:] if word in self.subcommands()), "fit")
-            text = in_a_line(command, str(error)).replace("--help-all", "--help")
-            print(f"{program}: error: {text.replace('All flags: polyphase', f'All flags: {program}')}", file=sys.stderr)
+            program, command = (
+                os.path.basename(sys.argv[0]),
+                next((w for w in sys.argv[1:] if w in self.subcommands()), ""),
+            )
+            text = in_a_line(command, sys.argv[1:], error)
+            print(f"{program}: error: {text}\nAll flags: {program} {command} --help", file=sys.stderr)
             sys.exit(2)
 
 
 class _CLI(LightningCLI):
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """Returns Lightning's subcommands, `verify` and `bench_comm`."""
+        """Returns the command alone that is run: the parsers of all six would take seconds to build."""
         own = {"model", "train_dataloaders", "datamodule"}
-        return {**LightningCLI.subcommands(), "verify": own, "bench_comm": own}
+        every = {**LightningCLI.subcommands(), "verify": own, "bench_comm": own}
+        return {sys.argv[1]: every[sys.argv[1]]}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Adds a line about the short names of the engine's flags to the full help."""
         parser.epilog = "Each --trainer.NAME may be written --NAME."
+
+    def before_instantiate_classes(self) -> None:
+        """Checks the flags of the engine, before a model is built that may be large."""
+        flags = vars(self.config[self.subcommand].trainer)
+        described = type(self.config)  # an object by its class and arguments, not built yet
+        plain = {n: flags[n] for n in SHORT if n not in _CLASSES and not isinstance(flags[n], described)}
+        try:
+            check_arguments(EngineConfig(**plain).changed)
+            if isinstance(flags["strategy"], str):
+                check_strategy(flags["strategy"])
+            make_comm_hook(flags["compression"])
+        except ValueError as error:
+            exit_with(str(error))
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Builds the engine; a refused flag ends the command with its message and without a traceback."""
         try:
             return super().instantiate_trainer(**kwargs)
         except (ValueError, TypeError, MisconfigurationException) as error:
-            _exit(str(error))
+            exit_with(str(error))
 
     def before_fit(self) -> None:
         """Checks for errors that Lightning reports at length, or only after the processes have started."""
         command = str(self.subcommand)
         hook = "val_dataloader" if command == "validate" else f"{'train' if command == 'fit' else command}_dataloader"
         if self.datamodule is None and not is_overridden(hook, self.model):
-            _exit(f"{command} needs data: --data NAME or --data package.Class.")
+            exit_with(f"{command} needs data: --data NAME or --data package.Class.")
         check_checkpoint(self.config[command]["ckpt_path"], self.trainer.strategy.checkpoint_io)
 
     before_validate = before_test = before_predict = before_fit
@@ -85,9 +103,9 @@ class _CLI(LightningCLI):
         try:
             check_count("steps", self.config["verify"]["steps"])
         except ValueError as error:
-            _exit(str(error))
+            exit_with(str(error))
         if self.datamodule is None:
-            _exit("verify needs data to take its steps on: --data NAME or --data package.Class.")
+            exit_with("verify needs data to take its steps on: --data NAME or --data package.Class.")
 
     def before_bench_comm(self) -> None:
         """Checks the requirements of `bench-comm`."""
@@ -95,11 +113,11 @@ class _CLI(LightningCLI):
             for flag in self.config["bench_comm"]["compressions"] or []:
                 make_comm_hook(flag)
         except ValueError as error:
-            _exit(str(error))
+            exit_with(str(error))
         if self.trainer.world_size == 1:
-            _exit("bench-comm measures the network between ranks: set --devices 2 or more, or start it with torchrun.")
+            exit_with("bench-comm measures the network between ranks: set --devices 2 or more, or use torchrun.")
         if self.datamodule is None:
-            _exit("bench-comm needs data to take its steps on: --data NAME or --data package.Class.")
+            exit_with("bench-comm needs data to take its steps on: --data NAME or --data package.Class.")
 
     def after_verify(self) -> None:
         """Exits with 1 if the run did not give the result of one process."""
@@ -110,25 +128,17 @@ class _CLI(LightningCLI):
 @quiet()
 def run(words: Sequence[str]) -> None:
     """Runs `words`, a command and its arguments, with LightningCLI."""
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    for package in map(importlib.import_module, ("polyphase.models", "polyphase.callbacks")):
-        for name in package.__all__:  # the parser knows the short names of classes that exist
-            getattr(package, name)
+    _import_classes(words)
     words = expand(words)
     if words[0] == "bench-comm" and not any(NAMES_MODEL.fullmatch(word) for word in words):
         words += ["--model", "ByteGPT", "--data", "PythonSource"]
     try:
         LightningArgumentParser()
     except ModuleNotFoundError:
-        _exit('this command needs jsonargparse: pip install "polyphase[cli]"')
-    # LightningCLI calls the method of the subcommand's name, and Python's names have no hyphens.
-    command = words[0].replace("-", "_")
-    sys.argv = [
-        sys.argv[0],
-        command,
-        *words[1:],
-    ]  # LightningCLI reads this, and the launcher starts the other processes with it
+        exit_with('this command needs jsonargparse: pip install "polyphase[cli]"')
+    # LightningCLI reads sys.argv and calls the method of the subcommand's name, and Python's names have no hyphens. The
+    # launcher starts the other processes with it.
+    sys.argv = [sys.argv[0], words[0].replace("-", "_"), *words[1:]]
     try:
         _CLI(
             trainer_class=Engine,
@@ -140,9 +150,9 @@ def run(words: Sequence[str]) -> None:
             parser_kwargs={"prog": "polyphase", "exit_on_error": False},
         )
     except RefusedError as error:
-        _exit(str(error))
+        exit_with(str(error))
     except ArgumentError as error:  # instead of printing the whole usage
-        _exit(in_a_line(words[0], str(error)))
+        exit_with(f"{in_a_line(words[0], words[1:], error)}\nAll flags: polyphase {words[0]} --help")
 
 
 def expand(words: Sequence[str]) -> list[str]:
@@ -153,143 +163,153 @@ def expand(words: Sequence[str]) -> list[str]:
     return [_SHORT.sub("--trainer.", word) for word in words]
 
 
-# --- jsonargparse's errors, in a line
-# Shortens jsonargparse's errors to the flag, its problem, and a suggestion.
-#
-# jsonargparse describes its whole search, in ten lines or more. The relevant parts are extracted here. Of messages
-# that are not known here, the informative lines are kept.
+# --- the classes that --model and --data name
+
+_KINDS: dict[str, type] = {"model": LightningModule, "data": LightningDataModule}
 
 
-_TYPES = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text", "NoneType": "null"}
-_BASES = {
-    "trainer.callbacks": "lightning.pytorch.callbacks:Callback",
-    "trainer.logger": "lightning.pytorch.loggers:Logger",
-    "optimizer": "torch.optim:Optimizer",
-    "lr_scheduler": "torch.optim.lr_scheduler:LRScheduler",
-}
-_NOISE = re.compile(
-    r"Does not validate against|Subtypes:|Errors:|Given value type:|Expected a <class 'NoneType'>|Expected a path but|"
-    r"Parser key|Subclass types expect|^- a (class path|dict)"
-)
+def _values(words: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yields the flags of a command line, without their dashes, with their values."""
+    for word, behind in zip(words, [*words[1:], ""], strict=True):
+        flag, equals, value = word.partition("=")
+        if flag.startswith("--"):
+            yield flag.removeprefix("--").removesuffix("+"), value if equals else behind
 
 
-def in_a_line(command: str, message: str) -> str:
-    """Returns a readable message for an error of jsonargparse, in at most three lines."""
-    keys = re.findall(r'[Pp]arser key "([^"]+)"', message)
-    flag = _flag(keys)
-    for tell in (_unknown_flag, _unknown_key, _missing, _no_argument, _no_class, _wrong_type):
-        text = tell(command, message, flag)
-        if text:
-            return text
-    lines = [line.strip(" -") for line in message.splitlines()]
-    kept = list(dict.fromkeys(line for line in lines if line and not _NOISE.search(line)))
-    summary = "; ".join(kept) or message.splitlines()[0]
-    return f"{f'{flag}: ' if flag else ''}{summary[:600]}\nAll flags: polyphase {command} --help"
+def _import_classes(words: Sequence[str]) -> None:
+    """Imports the classes that a command line names; an error in a user's own module keeps its traceback.
+
+    jsonargparse would show only the message. It knows the short names of classes that have been imported.
+    """
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # so that a user's own modules can be imported
+    for package in map(importlib.import_module, ("polyphase.models", "polyphase.callbacks")):
+        for name in package.__all__:
+            getattr(package, name)
+    for kind, name in _values(words):
+        if kind in _KINDS and re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*", name) and not os.path.exists(name):
+            _class_of(kind, name)
 
 
-def _flag(keys: list[str]) -> str:
-    """Returns ``--model.lr`` for the nested keys model and lr."""
-    path = ".".join(dict.fromkeys(keys)).removeprefix("trainer.")
-    return f"--{path}" if path else ""
-
-
-def _unknown_flag(command: str, message: str, flag: str) -> str:
-    match = re.search(r"unrecognized arguments: --(trainer\.)?([^\s=]+)", message)
-    if match is None:
-        return ""
-    before = match[1] or ""
-    names = SHORT if before else [row.name for row in flags_of(command)]
-    hint = did_you_mean(match[2], names, lambda near: f"--{near}", kind="flag").replace("--", f"--{before}", 1)
-    return f"{command} has no flag --{before}{match[2]}.{hint}\nAll flags: polyphase {command} --help-all"
-
-
-def _unknown_key(command: str, message: str, flag: str) -> str:
-    match = re.search(r"does not accept (?:option|nested key) '([^']+)'", message)
-    if match is None:
-        return ""
-    names = {row.name: row.name for row in flags_of(command)} | {f"trainer.{r.name}": r.name for r in ENGINE_FLAGS}
-    hint = did_you_mean(match[1], names, kind="argument")
-    return f"unknown key {match[1]!r}.{hint}\nAll keys: polyphase {command} --help-all"
-
-
-def _missing(command: str, message: str, flag: str) -> str:
-    match = re.search(r"arguments are required: (.+)", message) or re.search(
-        r"[Kk]ey \"?([\w.]+)\"? is required", message
-    )
-    if match is None:
-        return ""
-    class_path = _class_path(message)
-    names = [name.strip().removeprefix(f"{command}.") for name in match[1].split(",")]
-    if class_path is None:
-        return f"{command} needs {', '.join(f'--{name}' for name in names)}.\nAll flags: polyphase {command} --help"
-    required = ", ".join(f"{flag}.{name}" for name in names)
-    return f"{required}: needed by {class_path.rpartition('.')[2]}, whose constructor has no default for it."
-
-
-def _class_path(message: str) -> str | None:
-    match = re.findall(r"Problem with given class_path '([\w.]+)'", message)
-    return match[-1] if match else None
-
-
-def _no_argument(command: str, message: str, flag: str) -> str:
-    match = re.search(r"(?:Option|Key) '([\w.]+)' is not accepted", message)
-    class_path = _class_path(message)
-    if match is None or class_path is None:
-        return ""
-    module, _, name = class_path.rpartition(".")
-    if name in ("LightningModule", "LightningDataModule"):
-        return f"{flag}.{match[1]} needs {flag} CLASS in front of it."
-    cls = getattr(importlib.import_module(module), name)
-    return f"{flag}.{match[1]}: {no_argument(name, match[1], list(inspect.signature(cls.__init__).parameters)[1:])}"
-
-
-def _no_class(command: str, message: str, flag: str) -> str:
-    module = re.search(r"No module named '([\w.]+)'", message)
-    if module is not None:
-        return f"{flag}: {missing_module(module[1], '')}"
-    attribute = re.search(r"module '([\w.]+)' has no attribute '(\w+)'", message)
-    if attribute is not None:
-        names = [n for n, v in vars(importlib.import_module(attribute[1])).items() if isinstance(v, type)]
-        return f"{flag}: module {attribute[1]} has no {attribute[2]}.{did_you_mean(attribute[2], names, str)}"
-    kind = re.search(r"Import path does not correspond to a subclass of (\w+)", message)
-    if kind is not None:
-        path = re.search(r"Given value: ([\w.]+)", message)
-        return f"{flag}: {path[1] if path else 'it'} is no subclass of {kind[1]}."
-    short = re.search(r"Expected a dot import path string: (\w+)", message)
-    if short is None:
-        return ""
-    subclasses = _subclasses(flag)
-    return (
-        f"{flag}: unknown class {short[1]!r}.{did_you_mean(short[1], subclasses)} Name your own class by its import"
-        f" path: {flag} package.Class."
-    )
-
-
-def _subclasses(flag: str) -> list[str]:
-    """Returns the names of the imported classes that a flag accepts."""
-    key = flag.removeprefix("--")
-    module, _, name = (_BASES.get(key) or _BASES.get(f"trainer.{key}") or ":").partition(":")
+def _class_of(kind: str, name: str) -> type:
+    module, _, short = name.rpartition(".")
     if not module:
-        return []
-    pending: list[type] = [getattr(importlib.import_module(module), name)]
-    subclasses = set()
-    while pending:
-        cls = pending.pop()
-        pending += cls.__subclasses__()
-        subclasses.add(cls.__name__)
-    return sorted(name for name in subclasses if not name.startswith("_"))
+        classes = _subclasses(_KINDS[kind])
+        if short not in classes:
+            exit_with(
+                f"--{kind}: unknown {kind} class {name!r}.{did_you_mean(name, classes)} Name your own class by its"
+                f" import path: --{kind} package.Class."
+            )
+        return classes[short]
+    try:
+        classes = vars(importlib.import_module(module))
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise  # something that the user's module imports
+        near = [entry.removesuffix(".py") for entry in os.listdir()]
+        exit_with(f"--{kind}: {error} in {os.getcwd()} or among what is installed.{did_you_mean(module, near)}")
+    if not isinstance(classes.get(short), type):
+        own = [key for key, value in classes.items() if isinstance(value, type) and value.__module__ == module]
+        if "__path__" in classes and importlib.util.find_spec(name):
+            exit_with(f"--{kind}: {name} is a module; name a class in it, as in --{kind} {name}.MyClass.")
+        exit_with(f"--{kind}: module {module} has no {short}.{did_you_mean(short, own)} It has {', '.join(own)}.")
+    return classes[short]
 
 
-def _wrong_type(command: str, message: str, flag: str) -> str:
-    literal = re.search(r"Expected a typing\.Literal\[(.*?)\]\. Got value: (.*)", message)
-    if literal is not None:
-        choices = re.findall(r"'([^']*)'", literal[1])
-        return f"{flag}: {literal[2]!r} is not one of {literal[1]}.{did_you_mean(literal[2], choices)}"
-    plain = re.search(r"Expected a <class '(\w+)'>\. Got value: (.*)", message)
-    if plain is not None:
-        return f"{flag}: {plain[2]!r} is not {_TYPES.get(plain[1], f'of type {plain[1]}')}."
-    unions, value = re.findall(r"Subtypes: \[([^\n]*)\]", message), re.search(r"Given value: (.*)", message)
-    if not unions or value is None or "NestedArg" in value[1]:
-        return ""
-    types = [_TYPES[name] for name in re.findall(r"<class '(\w+)'>", unions[-1]) if name in _TYPES]
-    return f"{flag}: {value[1]!r} is not {' or '.join(types)}." if types else ""
+def _subclasses(base: type) -> dict[str, type]:
+    """Returns the public classes derived from `base` that have been imported, by their short names."""
+    classes: dict[str, type] = {}
+    derived: list[type] = base.__subclasses__()
+    for cls in derived:
+        classes |= _subclasses(cls) | {cls.__name__: cls}
+    return {name: cls for name, cls in classes.items() if not name.startswith("_")}
+
+
+def print_arguments(words: Sequence[str]) -> None:
+    """Prints the arguments of the classes that a command line names by ``--model`` and ``--data``."""
+    _import_classes(words)
+    for kind, name in _values(words):
+        if kind in _KINDS:
+            print(f"\nArguments of {name}:")
+            for parameter in inspect.signature(_class_of(kind, name)).parameters.values():
+                print(f"  --{kind}.{parameter}")
+
+
+# --- jsonargparse's errors, in a line
+
+_CLASSES = ("callbacks", "logger", "plugins", "profiler")
+"""Arguments whose values are classes with arguments of their own, as LightningCLI describes them."""
+
+
+def in_a_line(command: str, words: Sequence[str], error: ArgumentError) -> str:
+    """Returns an error of jsonargparse with the closest match of what is wrong.
+
+    Its message tells all that was tried; that of the innermost cause tells why.
+    """
+    for name, value in _values(words):
+        argument, _, behind = name.removeprefix("trainer.").partition(".")
+        if name.startswith("trainer.") and argument not in SHORT:
+            hint = did_you_mean(argument, SHORT, lambda near: f"--{near}", kind="flag").replace("--", "--trainer.", 1)
+            return f"{command} has no flag --{name}.{hint}"
+        if name.startswith("trainer.") and argument not in _CLASSES and not behind:
+            try:
+                check_arguments({argument: _plain(value)})
+            except ValueError as refusal:
+                return f"--{argument}: {refusal}"
+        if name.startswith("data.") and not re.search(r"(^| )(--data[ =]|--config|-c)", " ".join(words)):
+            return f"--{name} needs --data CLASS in front of it."
+    cause: BaseException = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    text, where = " ".join(str(cause).split()).rstrip("."), str(error).partition("\n")[0].rstrip(": ")
+    files = [word for content in _files(words) for word in _words(content)]
+    if misplaced := [word for word in files if word in SHORT and f"'{word}'" in text]:
+        return f"{misplaced[0]} belongs under trainer: write trainer: and, indented below it, {misplaced[0]}: ..."
+    # The word of the message that the user wrote is the wrong one.
+    written = {part for word in [*words, *files] for part in [*re.split(r"[=,\[\]]", word), *re.split(r"[=.]", word)]}
+    names = _names(command, [*words, *files])
+    said = [*re.findall(r"[\w.-]+", text), *re.findall(r"[\w-]+", text)]
+    entries = os.listdir()
+    right = {"trainer", *names, *entries, *(entry.partition(".")[0] for entry in entries)}
+    wrong = next((word for word in said if word in written and word not in right), "")
+    meant = entries if "." in wrong else [*names, *re.findall(r"'(\w+)'", text.replace(f"'{wrong}'", ""))]
+    hint = did_you_mean(wrong, meant, kind="argument")
+    return f"{where if text in where else f'{where}: {text}'}.{hint}"
+
+
+def _plain(text: str) -> Any:
+    try:
+        return json.loads(text)  # unlike YAML, it takes 1e3 for a number
+    except ValueError:
+        return yaml.safe_load(text)
+
+
+def _files(words: Sequence[str]) -> Iterator[Any]:
+    """Yields the contents of the YAML files that a command line names, as far as they can be read."""
+    for name, path in _values(words):
+        try:
+            if name == "config":
+                with open(path, encoding="utf-8") as file:
+                    yield yaml.safe_load(file)
+        except (OSError, ValueError, yaml.YAMLError):
+            continue  # the error that is told
+
+
+def _words(content: Any) -> Iterator[str]:
+    """Yields the keys and texts of a YAML file."""
+    if isinstance(content, dict):
+        for key, value in content.items():
+            yield str(key)
+            yield from _words(value)
+    elif isinstance(content, str):
+        yield content
+
+
+def _names(command: str, words: Sequence[str]) -> list[str]:
+    """Returns what a user may have meant: flags, files, classes, and the arguments of those that are named."""
+    bases = (Callback, Logger, LightningModule, LightningDataModule, torch.optim.Optimizer)
+    classes = {name: cls for base in bases for name, cls in _subclasses(base).items()}
+    schedules = _subclasses(torch.optim.lr_scheduler.LRScheduler)
+    named = [cls for part in words for name, cls in classes.items() if part.rpartition(".")[2] == name]
+    arguments = [name for cls in named for name in inspect.signature(cls).parameters]
+    return [*arguments, *flags_of(command), *SHORT, *classes, *schedules]

@@ -4,7 +4,6 @@ import ast
 import dataclasses
 import importlib
 import inspect
-import itertools
 import os
 import sys
 import textwrap
@@ -13,12 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ..compression.registry import ROWS as HOOKS
+from ..config import field_docs
 from ..flags import LAUNCHERS, choose
 from ..precision import ALIASES, PRECISIONS
 from ..registration import COMM_HOOK_GROUP, STRATEGY_GROUP, load_plugin, plugin_names
 from ..strategies.registry import STRATEGIES, StrategySpec, find_strategy
-from .check import exit_with
-from .classes import check_class_name
+from .runs import exit_with
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -47,8 +46,6 @@ def main(words: Sequence[str]) -> int:
         elif words[0] == "--explain" and len(words) == 2:
             if os.getcwd() not in sys.path:
                 sys.path.insert(0, os.getcwd())
-            check_class_name("model", words[1])
-
             print(explained(words[1]))
         elif len(words) == 1 and not words[0].startswith("-"):
             print("\n".join(_about(words[0])))
@@ -217,26 +214,6 @@ def _example(name: str, options: type) -> str:
     names = [field.name for field in dataclasses.fields(options)]
     size = next((f"{key}={value}" for key, value in sizes.items() if key in names), None)
     return f"{name}:{size}" if size else name
-
-
-def field_docs(options: type) -> dict[str, str]:
-    """Returns the docstring of each field of a dataclass and its bases, by the field's name."""
-    docs: dict[str, str] = {}
-    for cls in reversed(options.__mro__[:-1]):
-        try:
-            tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
-        except (OSError, TypeError, SyntaxError):
-            continue  # created at run time, or in an interactive session
-        body = tree.body[0].body  # type: ignore[attr-defined]
-        for field, text in itertools.pairwise(body):
-            if (
-                isinstance(field, ast.AnnAssign)
-                and isinstance(field.target, ast.Name)
-                and isinstance(text, ast.Expr)
-                and isinstance(text.value, ast.Constant)
-            ):
-                docs[field.target.id] = " ".join(str(text.value.value).split())
-    return docs
 
 
 _MOST_RANKS = 64

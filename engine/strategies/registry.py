@@ -4,22 +4,16 @@ It is read without torch: a row refers to its class by name, and the class is im
 """
 
 import dataclasses
-import re
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..compression.registry import ROWS as HOOKS
 from ..compression.registry import HookRow
 from ..flags import (
-    LAUNCHERS,
     choose,
-    did_you_mean,
-    parse_flag,
-    parse_options,
-    split_launcher,
 )
 from ..precision import PRECISIONS
-from ..registration import STRATEGY_GROUP, Reference, check_new_name, load_plugin, plugin_names
+from ..registration import STRATEGY_GROUP, Reference, check_new_name, load_plugin
 from .options import (
     CPOptions,
     DDPCPOptions,
@@ -48,7 +42,6 @@ __all__ = [
     "STRATEGIES",
     "StrategySpec",
     "always",
-    "check_strategy",
     "find_strategy",
     "import_all",
     "never",
@@ -355,33 +348,6 @@ def find_strategy(name: str) -> StrategySpec | None:
     if name not in STRATEGIES:
         load_plugin(STRATEGY_GROUP, name)
     return STRATEGIES.get(name)
-
-
-def check_strategy(text: str) -> None:
-    """Checks a flag such as ``"hsdp_spawn:replicate=2"``: its name and its options, without importing the strategy.
-
-    Raises:
-        ValueError: an unknown name or option, or a value that is out of range.
-    """
-    flag = parse_flag(text, "strategy")
-    name, launcher = split_launcher(flag.name.lower())
-    long_name = re.fullmatch(r"ddp(?:_[a-z]+)?_find_unused_parameters_(true|false)", flag.name.lower())
-    if flag.name in ("auto", *LIGHTNINGS_OWN) or long_name:
-        return
-    row = find_strategy(name)
-    if row is None or (row.make is None and launcher):
-        names = sorted({"auto", *STRATEGIES, *plugin_names(STRATEGY_GROUP)})
-        launched = [f"{n}_{s}" for n, r in STRATEGIES.items() if r.make is not None for s in LAUNCHERS if s]
-        hint = did_you_mean(
-            name if row is not None else flag.name.lower(), [*names, *launched], cutoff=0.5, kind="strategy"
-        )
-        suffixes = ", ".join(f"_{suffix}" for suffix in LAUNCHERS if suffix)
-        raise ValueError(
-            f"unknown strategy {flag.name!r}.{hint} Allowed: {', '.join(names)}; a suffix {suffixes} starts workers."
-        )
-    if flag.value is not None:
-        raise ValueError(f"strategy {text!r}: write {name}:key=value; {flag.value!r} has no key.")
-    parse_options(f"strategy {name!r}", row.options, flag.options)
 
 
 def import_all() -> None:

@@ -20,7 +20,7 @@ from lightning.pytorch.trainer.connectors import accelerator_connector
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from polyphase.engine import Engine, fit
-from polyphase.engine.config import ArgumentError, check_arguments
+from polyphase.engine.checks import ArgumentError, check_arguments
 from polyphase.engine.errors import RefusedError
 from polyphase.engine.precision import PRECISIONS
 

@@ -12,7 +12,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 
 from polyphase.engine import Engine, fit, flags
 from polyphase.engine.compression import COMM_HOOKS
-from polyphase.engine.config import Arguments
+from polyphase.engine.config import EngineConfig, types_of
 from polyphase.engine.data.uneven import UNEVEN
 from polyphase.engine.flags import Layout
 from polyphase.engine.loop.compile import COMPILE_MODES
@@ -53,19 +53,14 @@ def test_the_arguments_are_trainers_by_name_and_default_and_ours():
 @pytest.mark.parametrize("function", [Engine, Engine.__init__, fit], ids=["Engine", "__init__", "fit"])
 def test_no_signature_hides_an_argument_or_its_type(function):
     named = parameters(function)
-    assert list(Arguments.__annotations__) == [name for name in named if name not in ("module", "data")]
+    assert list(types_of(EngineConfig)) == [name for name in named if name not in ("module", "data")]
     assert all(p.annotation is not p.empty for p in named.values())
     assert not [p for p in named.values() if p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
 
 
-def test_the_arguments_for_functions_that_hand_them_on_have_the_engines_types():
-    engines = typing.get_type_hints(Engine.__init__)
-    assert {**typing.get_type_hints(Arguments), "return": type(None)} == engines
-
-
 def test_what_trainer_accepts_by_its_annotation_the_engine_accepts_by_its_own():
     """Each type of Trainer's union is one of ours; where it has a plain text for a closed set, ours are the texts."""
-    theirs, ours = typing.get_type_hints(Trainer.__init__), typing.get_type_hints(Engine.__init__)
+    theirs, ours = typing.get_type_hints(Trainer.__init__), types_of(EngineConfig)
     narrower = {"gradient_clip_algorithm": {str}, "profiler": {str}}
     wider = {"callbacks", "plugins"}  # any sequence, where Trainer names lists
     for name in set(parameters(Trainer)) - wider:
@@ -80,7 +75,7 @@ def options(hint):
 
 
 def test_each_argument_is_documented_in_the_order_of_the_signature():
-    documented = re.findall(r"^ {8}(\w+): ", Engine.__doc__.partition("Args:")[2].partition("Raises:")[0], re.MULTILINE)
+    documented = re.findall(r"^ {4}(\w+): ", Engine.__doc__.partition("Args:")[2], re.MULTILINE)
     assert documented == list(parameters(Engine))
 
 

@@ -5,12 +5,11 @@ import inspect
 import json
 
 import pytest
-from lightning.pytorch import Trainer
 
 from polyphase.callbacks import Snapshot
 from polyphase.engine import Engine
-from polyphase.engine.cli.strategies import field_docs
-from polyphase.engine.config import ArgumentError, EngineConfig
+from polyphase.engine.checks import ArgumentError, check_arguments
+from polyphase.engine.config import GROUPS, EngineConfig, field_docs
 
 from .tiny import Regression, engine, rows
 
@@ -18,21 +17,18 @@ DEFAULTS = {name: p.default for name, p in inspect.signature(Engine.__init__).pa
 
 
 def test_its_defaults_are_those_of_the_signature():
-    assert EngineConfig.from_arguments(DEFAULTS).arguments == DEFAULTS
-    own = {field.name: field.default for field in dataclasses.fields(EngineConfig) if field.name != "trainer"}
-    assert own == {name: DEFAULTS[name] for name in own}
-    assert DEFAULTS.keys() - own.keys() <= inspect.signature(Trainer).parameters.keys()
+    assert EngineConfig().arguments == DEFAULTS
+    assert str(EngineConfig()) == "Engine()"
 
 
 def test_each_field_says_what_it_is():
     assert field_docs(EngineConfig).keys() == {field.name for field in dataclasses.fields(EngineConfig)}
 
 
-def test_the_arguments_of_the_trainer_are_those_that_it_has():
-    config = EngineConfig.from_arguments({"devices": 2, "max_steps": 3, "uneven": "drop", "self": None})
-    assert config.trainer == {"max_steps": 3}
-    assert {"devices": 2, "max_steps": 3}.items() <= config.arguments_of_trainer.items()
-    assert config.arguments_of_trainer.keys() <= inspect.signature(Trainer).parameters.keys()
+def test_each_field_has_its_place_in_the_help_and_an_example():
+    for field in dataclasses.fields(EngineConfig):
+        assert field.metadata["group"] in ("", *GROUPS)
+        assert field.metadata["example"] not in ("", str(field.default).lower())
 
 
 def test_it_can_not_be_changed():
@@ -44,16 +40,16 @@ def test_it_can_not_be_changed():
     ("arguments", "message"),
     [
         ({"uneven": "dorp"}, "unknown value of uneven 'dorp'. Did you mean 'drop'?"),
-        ({"trainer": {"max_steps": -2}}, "max_steps must be a whole number of at least -1, but got -2"),
+        ({"max_steps": -2}, "max_steps must be a whole number of at least -1, but got -2"),
     ],
 )
 def test_a_wrong_value_is_an_error(arguments, message):
     with pytest.raises(ArgumentError, match=message.replace("?", r"\?")):
-        EngineConfig(**arguments)
+        check_arguments(EngineConfig(**arguments).changed)
 
 
 def test_it_prints_what_differs_from_the_defaults():
-    config = EngineConfig(strategy="ddp", hang_timeout_s=float("600"), trainer={"max_steps": 3, "max_epochs": None})
+    config = EngineConfig(strategy="ddp", hang_timeout_s=float("600"), max_steps=3, max_epochs=None)
     assert str(config) == "Engine(strategy='ddp', max_steps=3)"
 
 

@@ -19,7 +19,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from polyphase.engine import Engine
 from polyphase.engine.compression import COMM_HOOKS
-from polyphase.engine.config import Arguments
+from polyphase.engine.config import EngineConfig, types_of
 from polyphase.engine.errors import RefusedError
 from polyphase.engine.precision import PRECISIONS
 from polyphase.engine.strategies import STRATEGIES
@@ -52,7 +52,7 @@ CLOSED = {
     "precision": list(PRECISIONS),
     "accelerator": ["auto", "cuda"],
     **{
-        name: [text for text in typing.get_args(Arguments.__annotations__[name]) if isinstance(text, str)]
+        name: [text for text in typing.get_args(types_of(EngineConfig)[name]) if isinstance(text, str)]
         for name in ("uneven", "nonfinite")
     },
     "compile": ["default", "reduce-overhead", "max-autotune"],
@@ -68,7 +68,7 @@ SAID = {"accelerator": "accelerator name", "precision": "Precision"}
 def typos(number: int) -> Iterator[tuple[dict[str, Any], str, str]]:
     """As many flags with one typo each, the argument that the message is to name, and what was meant."""
     chance = random.Random(16)
-    names = [name for name in Arguments.__annotations__ if len(name) >= 4]
+    names = [name for name in types_of(EngineConfig) if len(name) >= 4]
     values = [(name, word) for name, words in CLOSED.items() for word in words if len(word) >= 4]
     right = {*names, *(word for _, word in values), *STRATEGIES, *COMM_HOOKS}
     while number:
@@ -121,7 +121,7 @@ def anything(chance: random.Random) -> Any:
 @pytest.mark.filterwarnings("ignore")
 def test_values_of_any_type_are_accepted_or_refused_by_name():
     chance = random.Random(17)
-    names = list(Arguments.__annotations__)
+    names = list(types_of(EngineConfig))
     num_refused, strange = 0, []
     for index in range(700):
         name = names[index % len(names)]

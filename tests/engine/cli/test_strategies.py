@@ -6,8 +6,9 @@ from typing import Literal
 
 import pytest
 
-from polyphase.engine.cli.strategies import field_docs, main
+from polyphase.engine.cli.strategies import main
 from polyphase.engine.compression.registry import ROWS
+from polyphase.engine.config import field_docs
 from polyphase.engine.flags import LAUNCHERS
 from polyphase.engine.precision import PRECISIONS
 from polyphase.engine.strategies import STRATEGIES, register_strategy
