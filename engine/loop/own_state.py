@@ -1,7 +1,8 @@
 """State that each rank makes of its own samples, such as running means: told by name, where ranks have other values.
 
 Looked at are the module's buffers, and the numbers and tensors in its attributes that training has changed and the
-module's own code reads. What hooks alone read (`on_...`), and lists that are only appended to, decide no step.
+module's own code reads. What hooks alone read (`on_...`), and lists that are only appended to, decide no step. And the
+orders that samplers have drawn, of which each rank reads its part.
 """
 
 import dis
@@ -12,11 +13,14 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
+from ..data.epoch_position import order_of
 from ..strategies import adapt, own_buffers
 from .module_copy import is_data
 
@@ -66,7 +70,8 @@ class OwnState:
         buffers = {} if strategy.averages_buffers else own_buffers(module)
         attributes = _digests(_attributes(module))
         changed = {name: digest for name, digest in attributes.items() if self._before.get(name) != digest}
-        by_rank = trainer.data_ranks.all_gather_object((_digests(buffers), changed))
+        own = _digests(buffers), changed, _orders(trainer.fit_loop._combined_loader)
+        by_rank = trainer.data_ranks.all_gather_object(own)
         names = [_unequal(of_ranks) for of_ranks in zip(*by_rank, strict=True)]
         if trainer.data_size != trainer.world_size:  # pipeline stages have different parts
             of_all = trainer.all_ranks.all_gather_object(names)
@@ -74,8 +79,8 @@ class OwnState:
         if names[1]:
             read = {name for part in module.modules() for name in _names_read(type(part))}
             names[1] = {name for name in names[1] if name.rsplit(".", 1)[-1] in read}
-        of_buffers, of_attributes = (sorted(unequal - self._told) for unequal in names)
-        self._told.update(of_buffers, of_attributes)
+        of_buffers, of_attributes, of_samplers = (sorted(unequal - self._told) for unequal in names)
+        self._told.update(of_buffers, of_attributes, of_samplers)
         differ = f"Under {strategy!r} the ranks have different values of"
         if of_buffers:
             option = strategy.option_to_average_buffers
@@ -91,6 +96,13 @@ class OwnState:
                 " of the samples of its own rank, so what it computes with them is not what one process computes."
                 " Reduce what they are made of over the ranks (`self.all_gather(value).mean(0)`)."
             )
+        if of_samplers:
+            rank_zero_warn(
+                f"The ranks have drawn different orders of {' and '.join(of_samplers)}, of which each reads its part:"
+                " some samples were trained on by several ranks, and others by none. It decides by something that each"
+                " rank has of its own, such as losses, or random numbers of another generator. Make that equal on all"
+                " ranks (`self.all_gather`, a seed), or give the sampler a `torch.Generator`."
+            )
 
 
 def _unequal(by_rank: tuple[dict[str, str], ...]) -> set[str]:
@@ -104,6 +116,17 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
         if not isinstance(part, Metric)  # each rank's own until it is computed
         for name, value in vars(part).items()
         if name != "training" and is_data(value)
+    }
+
+
+def _orders(combined: CombinedLoader) -> dict[str, str]:
+    """Returns a checksum of what each sampler has drawn of the present pass."""
+    orders = [order_of(loader) for loader in combined.flattened if isinstance(loader, DataLoader)]
+    drawn = [(number, order, order.passes.latest) for number, order in enumerate(orders) if order is not None]
+    return {
+        f"sampler {number} ({type(order.sampler).__name__})": str(latest.digest(len(latest.order)))
+        for number, order, latest in drawn
+        if latest is not None
     }
 
 

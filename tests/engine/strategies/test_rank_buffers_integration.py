@@ -1,12 +1,13 @@
 """State that each rank makes of its own samples is named once; `average_buffers=true` averages buffers."""
 
+import random
 from collections import deque
 
 import pytest
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler
 
 from tests.engine.parity import largest_difference
 from tests.engine.tiny import StepsByHand, engine
@@ -79,6 +80,26 @@ class Contrasts(RunningMean):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return self.queue(self.net(batch))
+
+
+class Picks(Sampler):
+    """Draws another order for each loss."""
+
+    def __init__(self) -> None:
+        self.losses = 0.0
+
+    def __len__(self) -> int:
+        return len(INPUTS)
+
+    def __iter__(self):
+        yield from random.Random(self.losses).sample(range(len(INPUTS)), len(INPUTS))
+
+
+class PicksByLoss(RunningMean):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = (self.net(batch) - batch.sum(1, keepdim=True)).square().mean()
+        self.trainer.train_dataloader.sampler.sampler.losses += loss.item()
+        return loss
 
 
 class Reports(RunningMean):
@@ -157,6 +178,14 @@ def test_buffers_that_differ_are_named(strategy, cls, name, option):
 def test_attributes_that_differ_and_decide_are_named(strategy, cls, name):
     with pytest.raises(Exception, match=rf"different values of '{name}': the module keeps in these attributes"):
         fitted(cls(), strategy)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("strategy", ["ddp_fork", "fsdp_fork"])
+def test_a_sampler_that_decides_by_its_ranks_losses_is_named(strategy):
+    trainer = engine(strategy=strategy, devices=2, max_epochs=3)
+    with pytest.raises(Exception, match=r"different orders of sampler 0 \(Picks\), of which each reads its part"):
+        trainer.fit(PicksByLoss(), DataLoader(INPUTS, batch_size=2, sampler=Picks()))
 
 
 @pytest.mark.timeout(60)
