@@ -155,9 +155,9 @@ def _threads(first: int) -> list[dict[str, Any]]:
 
 def _job(root: str, world_size: int) -> str:
     """Returns an id that all processes of a job have in common; a hash, so that it does not reveal the secret."""
-    marks = [(job_secret() or b"").decode(), *job_marks()]
+    marks = [os.fsdecode(job_secret() or b""), *job_marks()]
     marks = marks if world_size > 1 else [str(os.getpid())]
-    return hashlib.sha256("|".join([root, str(world_size), *marks]).encode()).hexdigest()[:16]
+    return hashlib.sha256(os.fsencode("|".join([root, str(world_size), *marks]))).hexdigest()[:16]
 
 
 def _begin_to_dump(folder: str) -> int | None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed import run_command
+from tests.distributed import free_port, run_command
 from tests.pairs import nightly
 
 pytestmark = pytest.mark.timeout(200)
@@ -45,6 +45,18 @@ print(*sorted(attacked))
 print("attacked", len(attacked), "words")
 '''
 
+MISLEADS = '''
+import sys
+import time
+import torch.distributed as dist
+
+store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False)
+deadline = time.monotonic() + 20
+while time.monotonic() < deadline:  # what a rank writes is gone before another one reads it
+    for rank in range(2):
+        store.set(f"meeting/0/0//cpu//0/{rank}", bytes(range(256)))
+'''
+
 class Looks(Callback):
     def on_train_start(self, trainer, pl_module):
         listening = [c.laddr for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
@@ -57,7 +69,7 @@ class Looks(Callback):
         if trainer.global_step == 3:
             listening = [c.laddr.ip for c in me.net_connections() if c.status == psutil.CONN_LISTEN]
             Path(f"rank{trainer.global_rank}.json").write_text(json.dumps(listening))
-        if sys.argv[2] != "none":
+        if sys.argv[2] in ("forges", "garbage"):
             if trainer.global_step == 3 and trainer.global_rank == 0:
                 subprocess.run([sys.executable, "-c", ATTACK, os.environ["MASTER_PORT"], sys.argv[2]], check=True)
             import time
@@ -75,6 +87,8 @@ class Linear(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 if __name__ == "__main__":
+    if sys.argv[2] == "misleads" and "LOCAL_RANK" not in os.environ:
+        subprocess.Popen([sys.executable, "-c", MISLEADS, os.environ["MASTER_PORT"]], stderr=subprocess.DEVNULL)
     engine = Engine(
         strategy=sys.argv[1], accelerator="cpu", devices=2, max_steps=8, callbacks=[Looks()], logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
@@ -96,6 +110,17 @@ def test_all_listen_on_loopback_only(strategy):
     found = {rank: json.loads(Path(f"rank{rank}.json").read_text()) for rank in range(2)}
     assert all(found.values())
     assert set(found[0] + found[1]) <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+
+
+@pytest.mark.nightly
+def test_who_writes_other_addresses_of_gloo_ends_the_run_with_an_error(monkeypatch):
+    """As docs/security.md says of torch's own entries, which are not signed."""
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    finished = run("ddp", "misleads")
+    assert finished.returncode == 1, finished.output
+    assert "rank 0 is done" not in finished.output
+    assert "Error: " in finished.output
+    assert {path.name for path in Path().iterdir()} <= {"job.py", "failures"}
 
 
 @pytest.mark.parametrize("launch", ["torch.distributed.run", *nightly("polyphase.engine")])

@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from polyphase.engine.cli import main
-from polyphase.engine.reliability import stacks
+from polyphase.engine.reliability import stack_answers, stacks
 from polyphase.engine.reliability.stacks import (
     Entry,
     RunningRank,
@@ -93,6 +93,14 @@ def test_the_folder_is_the_users_alone(place):
     (place.parent / "elsewhere").mkdir(mode=0o700)
     place.symlink_to(place.parent / "elsewhere")
     assert runtime_folder(creates=True) is None, "somebody else leads it elsewhere"
+
+
+def test_a_secret_and_a_folder_may_have_any_bytes(monkeypatch):
+    ids = []
+    for secret in ("\udcff", "\udcfe"):
+        monkeypatch.setenv("POLYPHASE_JOB_SECRET", secret)
+        ids.append(stack_answers._job("/runs/\udcff", 2))
+    assert ids[0] != ids[1]
 
 
 def test_files_are_the_users_alone_and_follow_no_links(place):
