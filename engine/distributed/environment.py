@@ -224,7 +224,7 @@ def resolve_sizes(devices: Any, num_nodes: int, plugins: Sequence[Any] = ()) -> 
     if launched is None:
         _check_alone()
         if not knows_itself:
-            _check_place(None, _count(devices) or 1, num_nodes)
+            _check_place(None, int(devices) if str(devices).isdecimal() else 1, num_nodes)
         return devices, num_nodes
     if LaunchedEnvironment.detect() and knows_itself:
         return devices, num_nodes
