@@ -284,7 +284,7 @@ _LIGHTNINGS = {
     "accelerators": ("Accelerator",),
     "callbacks": ("Callback",),
     "loggers": ("Logger",),
-    "plugins": ("CheckpointIO", "ClusterEnvironment", "LayerSync", "Precision"),
+    "plugins": ("Precision", "ClusterEnvironment", "CheckpointIO", "LayerSync"),
     "profilers": ("Profiler",),
     "strategies": ("Strategy",),
 }
