@@ -16,10 +16,10 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
+from .._compat.torch import tree_leaves
 from ..data.epoch_position import order_of
 from ..strategies import adapt, own_buffers
 from .module_copy import is_data

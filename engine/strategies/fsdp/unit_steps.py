@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
+from ..._compat.torch import tree_leaves
 from ...distributed.buckets import share_buffers
 from ..contents import OF_MODULES, PLAIN, Contents, in_tuples
 from ..layout import MeshStrategy
@@ -249,7 +250,7 @@ def _outside(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Modu
 # dataclass, so that what the unit wrote into it (an auxiliary loss, a count) was lost. Here the container stays, and
 # has the other tensor while the unit's forward runs. A tensor that the forward leaves in a container is an output as
 # well: its backward may begin before that of the output, and gathers the unit's parameters. So is one that the forward
-# leaves in an attribute of a module.
+# leaves in an attribute of a module, or returns in an object of a class that torch does not look into.
 
 
 class _Kept:
@@ -350,7 +351,7 @@ class _Arguments:
                 contents.put({key: old for key, (_, old, _) in self._others.items()})
             self._before, self._others = {}, {}
         if torch.is_grad_enabled():
-            for tensor in _in_attributes(self._parts):
+            for tensor in (*_in_attributes(self._parts), *_in_objects(output)):
                 tensor.register_hook(self._gather)
         return self._torchs_end(module, args, output)
 
@@ -366,6 +367,13 @@ def _in_attributes(parts: list[nn.Module]) -> Iterator[Tensor]:
             if isinstance(value, (list, dict)) and name not in OF_MODULES:
                 held = value.values() if isinstance(value, dict) else value
             yield from (item for item in held if isinstance(item, Tensor) and item.grad_fn is not None)
+
+
+def _in_objects(output: Any) -> list[Tensor]:
+    """Returns the tensors with a gradient in objects that a forward has returned."""
+    if isinstance(output, Tensor) or all(isinstance(leaf, (Tensor, *PLAIN)) for leaf in tree_leaves(output)):
+        return []
+    return [tensor for tensor, _ in Contents((), (output,)).take_tensors() if tensor.grad_fn is not None]
 
 
 def _is_copied(holder: Any) -> bool:

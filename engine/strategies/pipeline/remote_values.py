@@ -10,11 +10,12 @@ The mode is a `TorchFunctionMode` (https://docs.pytorch.org/docs/stable/torch.ov
 the user wrote them: one call in the step is one call here.
 """
 
+import dataclasses
 import os
 import sys
 import traceback
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
@@ -364,15 +365,18 @@ def has_absent(value: Any) -> bool:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yields the tensors of a nested value of lists, tuples and dicts, in a fixed order."""
+    """Yields the tensors of a nested value of lists, tuples, mappings and dataclasses, in a fixed order."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from tensors_in(item)
-    elif isinstance(value, dict):
+    elif isinstance(value, Mapping):
         for item in value.values():
             yield from tensors_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name))
 
 
 def _first_absent_and_real(args: Any, kwargs: Any) -> tuple[Tensor | None, Tensor | None]:

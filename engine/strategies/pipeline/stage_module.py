@@ -20,6 +20,7 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
+from ..contents import Contents
 from .attribute_writes import WriteRecorder
 from .parameter_writes import no_new_parameters
 from .partitioned_module import PartitionedModule
@@ -259,6 +260,7 @@ class StageModule(nn.Module):
         with self._absent.paused(), self.partitioned.inside(), recording or nullcontext(), watching or nullcontext():
             output = forward(*args, **kwargs)
         if number not in job.shapes.units:
+            _check_all_seen(output, f"{self._name(unit)} returns")
             job.shapes.units[number] = flatten_tree(output)[0]
         return self._counted(output, unit, calls)
 
@@ -327,6 +329,21 @@ class StageModule(nn.Module):
 
     def _name(self, unit: nn.Module) -> str:
         return repr(self.partitioned.names[unit])
+
+
+def _check_all_seen(value: Any, where: str) -> None:
+    """Checks that no tensor is in an object which is not looked into, so that it would not be sent.
+
+    Raises:
+        CutError: there is one.
+    """
+    seen = set(map(id, tensors_in(value)))
+    unseen = (holder for tensor, holder in Contents((), (value,)).take_tensors() if id(tensor) not in seen)
+    if (holder := next(unseen, None)) is not None:
+        raise CutError(
+            f"{where} an object of {type(holder).__name__}, whose tensors a pipeline does not see and can't send: make"
+            " it a dataclass, a tuple or a dict, or choose another strategy, such as 'fsdp'."
+        )
 
 
 def _origin(value: Any) -> str:
