@@ -26,9 +26,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from ..distributed.buckets import local_part
 from ..foreign import MOST
 from .checked_io import Files, NotAPlainFileError
 from .errors import CheckpointError
@@ -415,7 +415,7 @@ def write_whole(files: Files, tensors: dict[str, Tensor]) -> None:
         CheckpointError: the index would be larger than any reader opens.
         OSError: a file could not be written.
     """
-    parts = [*map(local_part, tensors.values())]
+    parts = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors.values()]
     sizes = [tuple(part.shape) for part in parts]
     assert sizes == [tensor.shape for tensor in tensors.values()], "whole"
     offsets = [(0,) * len(size) for size in sizes]

@@ -131,7 +131,7 @@ def configuration_of(model: nn.Module) -> dict[str, str]:
 
 
 Weights = dict[str, tuple[Tensor, Callable[[], Tensor]]]
-"""By name: a tensor without content, and the function that reads it."""
+"""Tensors without content by name, each with the function that reads it."""
 
 
 def _weights(path: str, weights_only: bool) -> tuple[Weights, list[str]]:

@@ -671,7 +671,7 @@ def _copy_like(tensor: Tensor, former: Tensor | None) -> Tensor:
     """Returns an uninitialised tensor like `tensor`: `former`, if its shape, dtype and layout are the same."""
     if former is None or _form(former) != _form(tensor):
         return torch.empty_like(tensor, requires_grad=False)
-    local = local_part(former)
+    local = former.to_local() if isinstance(former, DTensor) else former
     local.untyped_storage().resize_(local.nbytes)
     return former
 
@@ -689,4 +689,5 @@ def _form(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _locals(tensors: _Tensors) -> list[Tensor]:
-    return [*map(local_part, tensors.values())]
+    # Without a call for each: there may be thousands of small ones, and the steps wait.
+    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors.values()]

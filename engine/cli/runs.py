@@ -93,11 +93,14 @@ def check_names(command: str, words: Sequence[str]) -> None:
     """Checks the names of the flags of ``polyphase COMMAND words...``, and that a model is named.
 
     Raises:
-        ValueError: there is no such flag, or no model; the message has the closest flag.
+        ValueError: there is no such flag, or no model, or a flag in place of a value; with the closest flag.
     """
-    for word in words:
+    takes_value = {f"--{name}" for name, flag in flags_of(command).items() if flag.example}
+    for word, following in zip(words, (*words, "")[1:], strict=True):
         if word.startswith("--"):
             _check_name(command, word.partition("=")[0])
+            if word in takes_value and following.startswith("--"):
+                raise ValueError(f"argument {word}: expected one argument, but got the flag {following}")
     if command != "bench-comm" and not any(NAMES_MODEL.fullmatch(word) for word in words):
         raise ValueError(f"{command} needs a model: --model NAME of polyphase.models, or --model package.Class.")
 

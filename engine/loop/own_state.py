@@ -1,13 +1,11 @@
 """State that each rank makes of its own samples, such as running means: told by name, where ranks have other values.
 
-Looked at are the module's buffers, and the numbers and tensors in its attributes that training has changed and the
-module's own code reads. What hooks alone read (`on_...`), and lists that are only appended to, decide no step. And the
-orders that samplers have drawn, of which each rank reads its part.
+Looked at are the module's buffers, the numbers and tensors in its attributes by which a later step may depend on an
+earlier one, and the orders that samplers have drawn, of which each rank reads its part.
 """
 
 import dis
 import types
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -28,6 +26,8 @@ __all__ = ["OwnState"]
 
 _LIBRARIES = ("torch.", "lightning.", "pytorch_lightning.", "torchmetrics.", "polyphase.")
 _GROWS = ("append", "appendleft", "extend", "clear")
+_OUTSIDE_STEPS = ("on_", "setup", "teardown", "validation_", "test_", "predict_")
+"""The beginnings of the names of hooks, and of steps in which nothing is trained."""
 
 
 class OwnState:
@@ -76,9 +76,7 @@ class OwnState:
         if trainer.data_size != trainer.world_size:  # pipeline stages have different parts
             of_all = trainer.all_ranks.all_gather_object(names)
             names = [set().union(*of_stages) for of_stages in zip(*of_all, strict=True)]
-        if names[1]:
-            read = {name for part in module.modules() for name in _names_read(type(part))}
-            names[1] = {name for name in names[1] if name.rsplit(".", 1)[-1] in read}
+        names[1] = {name for name in names[1] if _decides(module, name)}
         of_buffers, of_attributes, of_samplers = (sorted(unequal - self._told) for unequal in names)
         self._told.update(of_buffers, of_attributes, of_samplers)
         differ = f"Under {strategy!r} the ranks have different values of"
@@ -115,8 +113,15 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
         for path, part in module.named_modules()
         if not isinstance(part, Metric)  # each rank's own until it is computed
         for name, value in vars(part).items()
-        if name != "training" and is_data(value)
+        if name != "training" and is_data(value) and _may_last(value)
     }
+
+
+def _may_last(value: Any) -> bool:
+    """Whether it is something that steps compute with: a number, or tensors without a graph."""
+    leaves = tree_leaves(value)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    return all(tensor.grad_fn is None for tensor in tensors) and (bool(tensors) or isinstance(value, (int, float)))
 
 
 def _orders(combined: CombinedLoader) -> dict[str, str]:
@@ -126,7 +131,7 @@ def _orders(combined: CombinedLoader) -> dict[str, str]:
     return {
         f"sampler {number} ({type(order.sampler).__name__})": str(latest.digest(len(latest.order)))
         for number, order, latest in drawn
-        if latest is not None
+        if latest is not None and order.num_replicas > 1  # otherwise the user gives each rank an order of its own
     }
 
 
@@ -138,15 +143,11 @@ def _digests(values: dict[str, Any]) -> dict[str, str]:
     sums = [torch.stack([part.sum(), part.square().sum()]) for part in parts]
     read = iter(torch.stack([s.to(sums[0].device) for s in sums]).tolist() if sums else ())
     return {
-        name: repr([next(read) if _is_summed(leaf) else _plain(leaf) for leaf in of_value])
+        name: repr(
+            [next(read) if _is_summed(leaf) else None if isinstance(leaf, Tensor) else leaf for leaf in of_value]
+        )
         for name, of_value in leaves.items()
     }
-
-
-def _plain(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):
-        return None
-    return sorted(map(repr, leaf)) if isinstance(leaf, set) else leaf  # processes order it each in its own way
 
 
 def _is_summed(leaf: Any) -> bool:
@@ -154,22 +155,35 @@ def _is_summed(leaf: Any) -> bool:
     return is_plain and not (leaf.is_meta or leaf.is_complex() or leaf.is_sparse)
 
 
-def _names_read(cls: type) -> Iterator[str]:
-    """Yields the names of attributes that the methods of a user's class read, other than hooks."""
-    for base in cls.__mro__:
-        if f"{base.__module__}.".startswith(_LIBRARIES):
+def _decides(module: nn.Module, name: str) -> bool:
+    """Whether a step may depend on what an earlier one has left in an attribute, by the code of the part that has it.
+
+    It does if a method reads the attribute before it writes it, and no other method writes it first: what one leaves
+    for another in the same step, such as an auxiliary loss, is nothing that lasts.
+    """
+    path, _, attribute = name.rpartition(".")
+    reads = writes = False
+    for cls in type(module.get_submodule(path)).__mro__:
+        if f"{cls.__module__}.".startswith(_LIBRARIES):
             continue
-        for name, function in vars(base).items():
-            if isinstance(function, types.FunctionType) and not name.startswith("on_"):
-                yield from _read_in(function.__code__)
+        for method, function in vars(cls).items():
+            if isinstance(function, types.FunctionType) and not method.startswith(_OUTSIDE_STEPS):
+                first = _first_use(function.__code__, attribute)
+                reads |= first == "LOAD_ATTR"
+                writes |= first == "STORE_ATTR" and not any(word in method for word in ("init", "reset", "clear"))
+    return reads and not writes
 
 
-def _read_in(code: types.CodeType) -> Iterator[str]:
+def _first_use(code: types.CodeType, attribute: str) -> str | None:
+    """Returns the first operation on ``self.attribute``, other than to append to it, also in functions inside."""
     instructions = [*dis.get_instructions(code)]
+    owner: Any = None
     for instruction, following in zip(instructions, [*instructions[1:], None], strict=True):
         grows = following is not None and following.argval in _GROWS
-        if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD") and not grows:
-            yield instruction.argval
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _read_in(constant)
+        is_of_self = instruction.argval == attribute and owner == "self" and not grows
+        if is_of_self and instruction.opname in ("LOAD_ATTR", "STORE_ATTR"):
+            return instruction.opname
+        # From Python 3.13 on, one instruction may load two variables.
+        owner = instruction.argval[-1] if isinstance(instruction.argval, tuple) else instruction.argval
+    inner = (_first_use(constant, attribute) for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return next((use for use in inner if use is not None), None)

@@ -128,8 +128,8 @@ OF_VALUES = [
     (["fit", "--model", "digits_l.LitDgits"], "--model: module digits_l has no LitDgits. Did you mean 'LitDigits'?"),
     (["fit", "--model", "digits_l.Zzz"], "--model: module digits_l has no Zzz. It has LitDigits, Wider, Open, Mine."),
     (
-        ["fit", "--model", "Deep"],
-        "unknown model class 'Deep'. Name your own class by its import path: --model package.Class.",
+        ["fit", "--model", "Xq9Zw"],
+        "unknown model class 'Xq9Zw'. Name your own class by its import path: --model package.Class.",
     ),
     (["fit", "--model", "nowhere.Net"], "--model: No module named 'nowhere' in "),
     (["fit", "--model", "digts_l.LitDigits"], "No module named 'digts_l' in "),
