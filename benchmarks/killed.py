@@ -3,7 +3,6 @@
 ByteGPT learns Python's own source with ``ddp`` on two processes of one CPU. Each third of the kills hits rank 0, rank 1
 or the launcher, by SIGKILL, at a random step; a launcher that is gone is started again by the same command. Written are
 the loss of each step and when it was done, a table of the kills, and the largest difference of a loss and of a weight.
-`docs/site/stories.py` draws the picture.
 """
 
 import csv

@@ -138,8 +138,9 @@ class AsyncCheckpointer:
         own_tensors = {**tensors, **of_rank_tensors}
         # Nothing changes tensors while this thread itself saves them. On a device they are staged all the same, which
         # is faster; but to export weights, the host has them one by one, since all may not fit.
-        is_staged = about.get("kind") != "weights" and any(own.device.type != "cpu" for own in own_tensors.values())
-        needs_copies = in_background or is_staged
+        needs_copies = in_background or (
+            about.get("kind") != "weights" and any(tensor.device.type != "cpu" for tensor in own_tensors.values())
+        )
         staged = self._staging.begin(own_tensors) if needs_copies else lambda: own_tensors
         structures = structure_of(rest), structure_of([of_rank])
         job = _Job(path, staged, content, _packed([of_rank]), structures, about, link)

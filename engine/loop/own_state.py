@@ -183,7 +183,10 @@ def _first_use(code: types.CodeType, attribute: str) -> str | None:
         is_of_self = instruction.argval == attribute and owner == "self" and not grows
         if is_of_self and instruction.opname in ("LOAD_ATTR", "STORE_ATTR"):
             return instruction.opname
-        # From Python 3.13 on, one instruction may load two variables.
-        owner = instruction.argval[-1] if isinstance(instruction.argval, tuple) else instruction.argval
+        if instruction.opname.startswith("LOAD_FAST"):  # from Python 3.13 on, one may load two variables
+            names = instruction.argval
+            owner = names[-1] if isinstance(names, tuple) else names
+        else:
+            owner = None
     inner = (_first_use(constant, attribute) for constant in code.co_consts if isinstance(constant, types.CodeType))
     return next((use for use in inner if use is not None), None)
