@@ -183,7 +183,7 @@ def _first_use(code: types.CodeType, attribute: str) -> str | None:
         is_of_self = instruction.argval == attribute and owner == "self" and not grows
         if is_of_self and instruction.opname in ("LOAD_ATTR", "STORE_ATTR"):
             return instruction.opname
-        if instruction.opname.startswith("LOAD_FAST"):  # from Python 3.13 on, one may load two variables
+        if instruction.opname.startswith(("LOAD_FAST", "LOAD_DEREF")):  # from Python 3.13 on, it may load two variables
             names = instruction.argval
             owner = names[-1] if isinstance(names, tuple) else names
         else:

@@ -55,7 +55,7 @@ class Scales(RunningMean):
     scale = 1.0
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        loss = (self.net(batch) - batch.sum(1, keepdim=True)).square().mean()
+        loss = sum((self.net(row) - row.sum()).square().mean() for row in batch) / len(batch)  # a function inside
         self.scale = 0.9 * self.scale + 0.1 * loss.item()
         return loss / self.scale
 
