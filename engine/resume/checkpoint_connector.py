@@ -62,6 +62,7 @@ from ..reliability.nonfinite import NonFiniteError
 from ..strategies import adapt, capabilities_of
 from ..strategies.averages import begin_averages, follow_until_first_update, has_own_schedule, module_states
 from ..version import __version__
+from .restored_state import wrong_in_callbacks, wrong_in_optimizer, wrong_in_scheduler
 from .run_history import AUTO, FRESH, RunHistory, Seen, check_may_start_afresh, forget_others, others_of
 from .run_state import (
     STRATEGY,
@@ -69,9 +70,6 @@ from .run_state import (
     end_last_epoch,
     layout_of,
     to_last_step,
-    wrong_in_callbacks,
-    wrong_in_optimizer,
-    wrong_in_scheduler,
 )
 
 __all__ = ["CheckpointConnector"]
