@@ -1,6 +1,7 @@
 """The base class of the monitors: it decides when to log, sums over the ranks, and writes on rank 0."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
@@ -55,13 +56,9 @@ class IntervalCallback(Callback):
             batch_step = trainer.fit_loop.epoch_loop._batches_that_stepped
             # TensorBoard's takes milliseconds now and then, when its thread has the interpreter: the loggers' time.
             heartbeat: Any = getattr(trainer, "heartbeat", None)  # stock trainers have none
-            outer = None if heartbeat is None else heartbeat.phase
-            if outer is not None:
-                heartbeat.phase = "log"
-            for logger in trainer.loggers:
-                logger.log_metrics(self.last, step=batch_step)
-            if outer is not None:
-                heartbeat.phase = outer
+            with nullcontext() if heartbeat is None else heartbeat.within("log"):
+                for logger in trainer.loggers:
+                    logger.log_metrics(self.last, step=batch_step)
 
 
 def positive_steps(value: int, otherwise: str = "") -> int:
