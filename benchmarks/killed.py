@@ -39,6 +39,7 @@ class Done(NamedTuple):
     time: float
     step: int
     loss: float
+    process: int
 
 
 class Notes(Callback):
@@ -53,7 +54,7 @@ class Notes(Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any) -> None:
         if trainer.is_global_zero:
             with (self.folder / "steps").open("a") as file:
-                file.write(f"{time.time()} {trainer.global_step} {float(outputs['loss'])!r}\n")
+                file.write(f"{time.time()} {trainer.global_step} {float(outputs['loss'])!r} {os.getpid()}\n")
 
 
 def job(folder: Path) -> None:
@@ -80,7 +81,7 @@ def steps_of(folder: Path) -> list[Done]:
     """All steps that were done, in order of time; a line that a kill has cut is left out."""
     path = folder / "steps"
     lines = [line.split() for line in path.read_text().splitlines()] if path.exists() else []
-    return [Done(float(line[0]), int(line[1]), float(line[2])) for line in lines if len(line) == 3]
+    return [Done(float(line[0]), int(line[1]), float(line[2]), int(line[3])) for line in lines if len(line) == 4]
 
 
 def start(folder: Path) -> subprocess.Popen[bytes]:
@@ -110,12 +111,13 @@ def run(folder: Path, kills: list[tuple[int, str]]) -> list[tuple[float, int, st
 
 
 def table_of(kills: list[tuple[float, int, str]], steps: list[Done]) -> Table:
-    """What each kill cost."""
+    """What each kill cost; ranks whose launcher was killed do a few more steps before they end."""
     rows = []
     for number, (at, step, victim) in enumerate(kills, 1):
-        after = [done for done in steps if done.time > at and done.step <= step]
-        first_new = next(done for done in steps if done.time > at and done.step > step)
-        again = len({done.step for done in after if done.time < first_new.time})
+        ended = [done for done in steps if done.time <= at][-1].process
+        reached = max(done.step for done in steps if done.process == ended)
+        first_new = next(done for done in steps if done.time > at and done.process != ended and done.step > reached)
+        again = sum(done.process == first_new.process and done.step <= reached for done in steps)
         rows.append(
             {
                 "kill": str(number),

@@ -17,6 +17,7 @@ def files() -> dict[Path, str]:
         "rooms": architecture.draw_rooms(),
         "samples": data.draw(),
         "readme": strategies.draw_overview(),
+        "killed": stories.draw_killed(),
         "one-to-eight": stories.draw_one_to_eight(),
     }
     made = {DOCS / "pictures" / f"{name}.svg": drawing.svg() for name, drawing in pictures.items()}
