@@ -268,6 +268,8 @@ class Writer(StorageWriter):
 
     def __init__(self, files: Files) -> None:
         self._files = files
+        self.index: Index = {}
+        """The tensors of all ranks, on the rank that writes the index."""
 
     def reset(self, checkpoint_id: Any = None) -> None:
         """Implements `StorageWriter.reset`: there is nothing to reset."""
@@ -309,7 +311,8 @@ class Writer(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Writes the index of the tensors; called on one rank, when all ranks have written their files."""
         locations = {result.index: result.storage_data for of_rank in results for result in of_rank}
-        _write_index(self._files, _to_index(metadata, locations))
+        self.index = _to_index(metadata, locations)
+        _write_index(self._files, self.index)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
@@ -406,7 +409,7 @@ def tensors_in(files: Files, manifest: Manifest) -> dict[str, TensorStorageMetad
 # --- writing
 
 
-def write_whole(files: Files, tensors: dict[str, Tensor]) -> None:
+def write_whole(files: Files, tensors: dict[str, Tensor]) -> Index:
     """Writes tensors that this process has whole, and their index: what torch.distributed.checkpoint would plan.
 
     Without a plan, which takes longer for small tensors than all else, while the interpreter is held.
@@ -420,10 +423,12 @@ def write_whole(files: Files, tensors: dict[str, Tensor]) -> None:
     assert sizes == [tensor.shape for tensor in tensors.values()], "whole"
     offsets = [(0,) * len(size) for size in sizes]
     places = _write_chunks(files, 0, _LocalChunks([*tensors], offsets, parts, [True] * len(parts)))
-    index: Any = {}
-    for key, part, offset, size, place in zip(tensors, parts, offsets, sizes, places, strict=True):
-        index[key] = part.dtype, size, [(offset, size, *place)]  # a StoredTensor, without a call for each
+    index = {
+        key: StoredTensor(part.dtype, size, [Chunk(offset, size, *place)])
+        for key, part, offset, size, place in zip(tensors, parts, offsets, sizes, places, strict=True)
+    }
     _write_index(files, index)
+    return index
 
 
 def _write_index(files: Files, index: Index) -> None:

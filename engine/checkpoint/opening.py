@@ -1,5 +1,6 @@
 """Opens a checkpoint directory: checks it for damage and reads the parts that one rank needs."""
 
+import io
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -9,16 +10,16 @@ from torch import Tensor
 
 from .checked_io import Files, NotAPlainFileError
 from .content import check_state
-from .dcp_storage import Index, Reader, read_index
+from .dcp_storage import Index, Reader, check_index, read_index
 from .errors import CheckpointError, damage
-from .manifest import RANKS, REST, Manifest, read_manifest
+from .manifest import RANKS, REST, TENSORS, Manifest, read_manifest
 from .publish import check_files
 from .single_file import HEAD, OURS
 from .state_tree import is_mark, join, like, marks, structure_of, tensor_keys
 from .strided_shards import reading_plan
 from .whole import NotPlainError, load_archive
 
-__all__ = ["Wants", "check_content", "load_file", "open_directory", "weights_of", "wrong_files"]
+__all__ = ["Wants", "check_content", "check_written", "load_file", "open_directory", "weights_of", "wrong_files"]
 
 
 class Wants(NamedTuple):
@@ -111,6 +112,11 @@ def _states(
 ) -> tuple[dict[str, Any], list[Any]]:
     """Reads the unsharded state and each rank's own state; checks them, and that they agree with the other files."""
     ranks, rest = load_file(files, RANKS, weights_only), load_file(files, REST, weights_only)
+    _check_states(rest, ranks, manifest, index)
+    return rest, ranks
+
+
+def _check_states(rest: Any, ranks: Any, manifest: Manifest, index: Index) -> None:
     if type(rest) is not dict or type(ranks) is not list or any(type(state) is not dict for state in ranks):
         raise CheckpointError(f"{REST} or {RANKS} has content of the wrong type")
     if len(ranks) != manifest.world_size:
@@ -123,7 +129,6 @@ def _states(
     for name, content in ((REST, rest), (RANKS, ranks)):
         if manifest.structures.get(name) != structure_of(content):
             raise CheckpointError(f"{name} has other entries, or entries of other types, than were saved")
-    return rest, ranks
 
 
 def _check_marks(rest: dict[str, Any], ranks: list[Any], index: Index) -> None:
@@ -183,6 +188,35 @@ def check_content(path: str, manifest: Manifest, *, is_to_open: bool = True) -> 
     except CheckpointError as error:
         return [str(error).removeprefix(f"The checkpoint {path} is damaged: ").rstrip(".")]
     return []
+
+
+def check_written(path: str, manifest: Manifest, index: Index, rest: bytes, ranks: bytes) -> list[str]:
+    """Does the work of `check_content` for a checkpoint that this process has just written, from what it wrote.
+
+    Only the checksums of its small files are read back. To parse the files again takes longer than to write them, and
+    the training needs the interpreter meanwhile.
+
+    Args:
+        path: the directory.
+        manifest: the directory's manifest.
+        index: the index of its tensors.
+        rest: content of `REST`. Its types and those of `ranks` must be known to be plain: nothing is refused here.
+        ranks: content of `RANKS`.
+
+    Returns:
+        One text for each fault.
+    """
+    files = Files(path)
+    damaged = [files.check(name, *manifest.files[name]) for name in (TENSORS, REST, RANKS)]
+    try:
+        with _as_damage(path):
+            check_index(index, manifest.files)
+            # Written by this process: pickle's own unpickler, which is in C, runs nothing foreign.
+            own = [torch.load(io.BytesIO(content), map_location="cpu", weights_only=False) for content in (rest, ranks)]
+            _check_states(*own, manifest, index)
+    except CheckpointError as error:
+        return [str(error)]
+    return [*filter(None, damaged)]
 
 
 def load_file(files: Files, name: str, weights_only: bool | None) -> Any:

@@ -33,10 +33,10 @@ from ..distributed.buckets import local_part
 from ..distributed.object_group import SELF, ObjectGroup, num_ranks
 from ..distributed.waits import waiting
 from .checked_io import Files, resolve
-from .dcp_storage import Writer, write_whole
+from .dcp_storage import Index, Writer, write_whole
 from .errors import CheckpointError, damage
 from .manifest import RANKS, REST, Manifest, parse_manifest, read_manifest
-from .opening import Wants, check_content, open_directory, wrong_files
+from .opening import Wants, check_content, check_written, open_directory, wrong_files
 from .publish import begin, discard, publish, remove, update_link
 from .single_file import wrong_in
 from .state_tree import is_plain, mapped, merged, split, structure_of, to_lightning
@@ -81,6 +81,8 @@ class AsyncCheckpointer:
         self._removals: list[str] = []
         self._notes: list[str] = []
         self._has_checked_rest = False
+        self._opened: Any = None
+        """Structures of the newest checkpoint whose content was opened: of such types, the next one opens, too."""
         self.ranks: ObjectGroup | None = None
         """The group of the ranks that save; None: a separate gloo group. Without a process group, rank 0 writes all."""
         self.newest: str | None = None
@@ -329,12 +331,13 @@ class AsyncCheckpointer:
         staging = _call_on_rank_0(group, lambda: begin(job.path))
         files = Files(staging)
         try:
+            index: Index = {}  # full on rank 0
             if _writes_shards(group):
-                _write_shards(tensors, files, group)
+                index = _write_shards(tensors, files, group)
             else:
-                _call_on_rank_0(group, lambda: _write_shards(tensors, files, SELF))
+                _call_on_rank_0(group, lambda: index.update(_write_shards(tensors, files, SELF)))
             of_ranks = group.gather_object((files.written, job.of_rank))
-            _call_on_rank_0(group, lambda: self._publish(job, files, of_ranks))
+            _call_on_rank_0(group, lambda: self._publish(job, files, index, of_ranks))
         except BaseException:
             if group.rank == 0:
                 discard(staging)
@@ -342,12 +345,13 @@ class AsyncCheckpointer:
         self.newest = job.path
         log.debug("saved %s in %.2f s", job.path, time.monotonic() - started)
 
-    def _publish(self, job: _Job, files: Files, of_ranks: list[tuple[Any, bytes]]) -> None:
+    def _publish(self, job: _Job, files: Files, index: Index, of_ranks: list[tuple[Any, bytes]]) -> None:
         """Writes the other files and publishes the checkpoint; called on rank 0, when all shards are written.
 
         Args:
             job: job of rank 0.
             files: files of the new directory.
+            index: index of its tensors.
             of_ranks: for each rank, the files it has written and its serialised state.
         """
         with files.writing(REST) as stream:
@@ -368,7 +372,14 @@ class AsyncCheckpointer:
         )
         notes = [publish(files.url, job.path, manifest)]
         # Opened before an older one is removed.
-        if wrong := check_content(job.path, read_manifest(job.path), is_to_open=False):
+        published = read_manifest(job.path)
+        if published.structures == self._opened:
+            wrong = check_written(job.path, published, index, job.rest, ranks)
+        elif wrong := check_content(job.path, published):
+            wrong = check_content(job.path, published, is_to_open=False)
+        else:
+            self._opened = published.structures
+        if wrong:
             raise CheckpointError(f"{job.path} can't be opened again: {'; '.join(wrong)}")
         if self.on_published is not None:
             self.on_published(job.path, manifest)
@@ -482,27 +493,31 @@ def _writes_shards(group: ObjectGroup) -> bool:
     return group.size == 1 or group.process_group is not None
 
 
-def _write_shards(tensors: dict[str, Tensor], files: Files, group: ObjectGroup) -> None:
+def _write_shards(tensors: dict[str, Tensor], files: Files, group: ObjectGroup) -> Index:
     """Writes this rank's tensors to the files of a new checkpoint; all ranks of `group` call it.
+
+    Returns:
+        The index of the tensors of all ranks, on rank 0.
 
     Raises:
         CheckpointError: on all ranks, if one of them could not write.
     """
     if group.process_group is None:
         try:
-            write_whole(files, tensors)
+            return write_whole(files, tensors)
         except OSError as error:
             raise CheckpointError(f"rank 0 could not write: {type(error).__name__}: {error}") from error
-        return
+    writer = Writer(files)
     planner = SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
-        dcp.save(tensors, storage_writer=Writer(files), planner=planner, process_group=group.process_group)
+        dcp.save(tensors, storage_writer=writer, planner=planner, process_group=group.process_group)
     except dcp.api.CheckpointException as failed:  # a BaseException with a traceback in its text
         reasons = [
             f"rank {rank} could not write: {type(error).__name__}: {error}"
             for rank, (error, _) in sorted(failed.failures.items())
         ]
         raise CheckpointError("; ".join(reasons)) from failed
+    return writer.index
 
 
 # --- copies of the tensors of a save in host memory, made while the device computes the next steps
