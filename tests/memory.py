@@ -7,8 +7,8 @@ from typing import Any
 import psutil
 
 _MMAP_THRESHOLD = -3
-# Otherwise glibc raises the threshold with each large block that is freed, and keeps later ones as its own: a tensor that
-# is gone would still count, and one that takes its place would not.
+# Otherwise glibc raises the threshold with each large block that is freed, and keeps later ones as its own: a tensor
+# that is gone would still count, and one that takes its place would not.
 ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 1 << 20)
 
 
