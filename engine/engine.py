@@ -35,10 +35,12 @@ from .loggers.run_names import claim_log_folders, folders_written_to
 from .loop.compile import check_cuda_graphs, compile_mode
 from .loop.install import TrainerBase, defaults_from_environment, install_loops
 from .loop.runs import check_callbacks, check_manual_optimization, quiet, reports_uncaught
+from .precision import FLOAT8
 from .reliability.nonfinite import NonFiniteWatch
 from .resume import from_checkpoint  # noqa: F401 - makes load_from_checkpoint open directories
 from .select import check_module, default_run_callbacks, select, use_own_device, with_defaults
 from .strategies import STRATEGIES, adapt, lists_devices, prepare_to_repeat
+from .strategies.float8 import check_float8
 from .strategies.offload import OffloadActivations, choose_offload
 from .strategies.recompute import RecomputeBlocks, blocks_to_recompute, check_recompute, kept_operators
 
@@ -200,6 +202,8 @@ class Engine(TrainerBase):
         check_nodes(self.num_nodes, strategy.cluster_environment)
         if isinstance(model, LightningModule):  # otherwise Lightning raises an error that says what it expects
             check_module(model, precision=str(self.precision), comm_hook=self._parts.comm_hook)
+            if self.precision in FLOAT8:
+                check_float8(model, str(self.precision), compiles=bool(self.config.compile))
             check_manual_optimization(self, model)
             if self._recomputes != "none" and not is_overridden(
                 "configure_model", model

@@ -27,8 +27,9 @@ from .compression import CommHook, make_comm_hook
 from .config import EngineConfig
 from .flags import LAUNCHERS, Flag, did_you_mean, parse_flag, parse_options, split_launcher
 from .loop.compile import CompileSteps
-from .precision import TRANSFORMER_ENGINE, canonical_precision
+from .precision import FLOAT8, TRANSFORMER_ENGINE, canonical_precision
 from .precision.plugins import make_precision
+from .strategies.float8 import Float8Precision
 from .strategies.registry import STRATEGIES, find_strategy, import_all
 from .strategies.sync_batchnorm import SyncBatchNorm
 
@@ -175,7 +176,8 @@ def _plugins(plugins: list[Any], precision: Any, device_type: str, sync_batchnor
         plugins += [] if any(isinstance(p, LayerSync) for p in plugins) else [SyncBatchNorm()]
     if precision in TRANSFORMER_ENGINE or any(isinstance(plugin, Precision) for plugin in plugins):
         return {"plugins": plugins, "precision": precision}  # Lightning creates it, or refuses a second one
-    return {"plugins": [*plugins, make_precision(canonical_precision(precision), device_type)], "precision": None}
+    make = Float8Precision if precision in FLOAT8 else make_precision
+    return {"plugins": [*plugins, make(canonical_precision(precision), device_type)], "precision": None}
 
 
 def _lightnings_own(

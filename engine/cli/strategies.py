@@ -85,9 +85,10 @@ def _overview() -> Iterator[str]:
 
 
 def _table(rows: Mapping[str, str]) -> Iterator[str]:
+    width = max(12, *map(len, rows))
     for name, description in rows.items():
-        short = description.partition(": ")[0] if len(description) > WIDTH - 15 else description
-        yield f"  {name:<12} {textwrap.shorten(short, WIDTH - 15, placeholder=' ...')}"
+        short = description.partition(": ")[0] if len(description) > WIDTH - width - 3 else description
+        yield f"  {name:<{width}} {textwrap.shorten(short, WIDTH - width - 3, placeholder=' ...')}"
 
 
 def _wrapped(text: str, indent: str = "  ", first: str | None = None) -> list[str]:

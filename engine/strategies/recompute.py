@@ -59,6 +59,7 @@ _KEPT = frozenset(
     {
         _ATEN.mm.default,
         _ATEN.addmm.default,
+        _ATEN._scaled_mm.default,
         _ATEN.bmm.default,
         _ATEN.baddbmm.default,
         _ATEN.convolution.default,

@@ -12,7 +12,7 @@ from ..compression.registry import HookRow
 from ..flags import (
     choose,
 )
-from ..precision import PRECISIONS
+from ..precision import FLOAT8, PRECISIONS
 from ..registration import STRATEGY_GROUP, Reference, check_new_name, load_plugin
 from .options import (
     CPOptions,
@@ -84,6 +84,9 @@ def _unless_cut(options: Any) -> bool:
     return options.microbatches in (None, 1)
 
 
+_ALL_BUT_FLOAT8 = tuple(name for name in PRECISIONS if name not in FLOAT8)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StrategySpec:
     """The properties of a strategy."""
@@ -111,9 +114,9 @@ class StrategySpec:
     """Takes the name and row of a compression; returns whether the strategy can use it."""
     why_not: str = ""
     """Why it does not support the other compressions."""
-    precisions: tuple[str, ...] = tuple(PRECISIONS)
+    precisions: tuple[str, ...] = _ALL_BUT_FLOAT8
     """Names of the supported precisions."""
-    why_not_precision: str = ""
+    why_not_precision: str = "float8 works with single, ddp, zero1, fsdp and hsdp"
     """Why it does not support the other precisions."""
 
     @property
@@ -153,6 +156,7 @@ STRATEGIES: dict[str, StrategySpec] = {
         description="one process, one device",
         traffic="none",
         choose_when="to debug, and for models that one device trains fast enough",
+        precisions=tuple(PRECISIONS),
         options=NoOptions,
         make=None,
         why_not="one process sends no gradients",
@@ -174,6 +178,7 @@ STRATEGIES: dict[str, StrategySpec] = {
         description="a full copy of the module per device, gradients averaged",
         traffic="per optimizer step: an all-reduce of each bucket of gradients",
         choose_when="the model, its gradients and its optimizer's state fit on one device: the first choice",
+        precisions=tuple(PRECISIONS),
         options=DDPOptions,
         make=_from(".ddp:DDP"),
         takes_compression=_every_compression,
@@ -182,6 +187,7 @@ STRATEGIES: dict[str, StrategySpec] = {
         description="as ddp, with each optimizer's state divided among the devices (ZeRO, stage 1)",
         traffic="per optimizer step: as ddp, then a broadcast of each bucket of updated parameters by their owner",
         choose_when="as ddp, if the optimizer's state does not fit on one device",
+        precisions=tuple(PRECISIONS),
         options=DDPOptions,
         make=_from(".zero1:Zero1"),
         takes_compression=_every_compression,
@@ -190,6 +196,7 @@ STRATEGIES: dict[str, StrategySpec] = {
         description="parameters, gradients and optimizer state in shards over all devices (FSDP2)",
         traffic=_GATHERS,
         choose_when="the model in training does not fit on one device, and the devices are connected fast",
+        precisions=tuple(PRECISIONS),
         options=FSDPOptions,
         make=_from(".fsdp:FSDP"),
         is_single_alone=always,
@@ -200,6 +207,7 @@ STRATEGIES: dict[str, StrategySpec] = {
         description="shards within groups of devices, gradients averaged over the groups (2-D mesh)",
         traffic=f"{_GATHERS}, then an all-reduce of its shards",
         choose_when="as fsdp on several nodes: shards within a node, averages between them",
+        precisions=tuple(PRECISIONS),
         options=HSDPOptions,
         make=_from(".fsdp:FSDP"),
         is_single_alone=always,
@@ -369,7 +377,7 @@ def register_strategy(
     description: str,
     options: type = NoOptions,
     compressions: Collection[str] | Literal["all"] = (),
-    precisions: Collection[str] = tuple(PRECISIONS),
+    precisions: Collection[str] = _ALL_BUT_FLOAT8,
     traffic: str = "not stated",
     choose_when: str = "",
 ) -> None:

@@ -37,7 +37,7 @@ def largest_difference(one, other):
 
 def test_index_has_every_page():
     pages = {path.stem for path in HOWTO.glob("*.md")} - {"README"}
-    assert set(re.findall(r"\]\(([a-z-]+)\.md\)", (HOWTO / "README.md").read_text())) == pages
+    assert set(re.findall(r"\]\(([a-z0-9-]+)\.md\)", (HOWTO / "README.md").read_text())) == pages
 
 
 @pytest.mark.parametrize("page", sorted(path.stem for path in HOWTO.glob("*.md")))
@@ -86,6 +86,13 @@ def test_long_sequences(monkeypatch, capfd, strategy, devices):
     found = Page("long-sequences").run_here("train.py", monkeypatch, strategy=strategy, devices=devices)
     assert "2 steps" in capfd.readouterr().out
     assert found["engine"].global_step == 2
+
+
+@on_two_ranks
+def test_float8(monkeypatch, capfd, strategy, devices):
+    found = Page("float8").run_here("train.py", monkeypatch, strategy=strategy, devices=devices)
+    assert "3 steps" in capfd.readouterr().out
+    assert found["engine"].global_step == 3
 
 
 @on_two_ranks

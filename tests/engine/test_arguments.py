@@ -16,7 +16,7 @@ from polyphase.engine.config import EngineConfig, types_of
 from polyphase.engine.data.uneven import UNEVEN
 from polyphase.engine.flags import Layout
 from polyphase.engine.loop.compile import COMPILE_MODES
-from polyphase.engine.precision import PRECISIONS
+from polyphase.engine.precision import FLOAT8, PRECISIONS
 from polyphase.engine.reliability.nonfinite import NONFINITE_POLICIES
 from polyphase.engine.strategies import STRATEGIES
 
@@ -88,7 +88,7 @@ def test_each_argument_is_documented_in_the_order_of_the_signature():
         (flags.NonFinitePolicy, set(NONFINITE_POLICIES)),
         (flags.CompileMode, set(COMPILE_MODES)),
         (flags.AcceleratorName, {"auto", "gpu", *AcceleratorRegistry.available_accelerators()}),
-        (flags.PrecisionName, options(lightnings._PRECISION_INPUT)),
+        (flags.PrecisionName, options(lightnings._PRECISION_INPUT) | set(FLOAT8)),
         (flags.Axis, set(Layout().axes)),
     ],
     ids=lambda value: "",
@@ -97,8 +97,8 @@ def test_the_closed_sets_are_those_of_the_tables(choice, table):
     assert set(typing.get_args(choice)) == table
 
 
-def test_each_precision_of_ours_is_one_of_lightnings():
-    assert set(PRECISIONS) < set(typing.get_args(flags.PrecisionName))
+def test_each_other_precision_of_ours_is_one_of_lightnings():
+    assert set(PRECISIONS) - set(FLOAT8) < options(lightnings._PRECISION_INPUT)
 
 
 def test_the_parser_of_lightnings_command_sees_each_argument():

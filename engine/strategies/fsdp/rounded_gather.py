@@ -30,6 +30,7 @@ from torch.nn import functional
 
 # torch: its own tensor subclasses map their arguments with it; torch.utils.pytree has no map by type.
 from ..._compat.torch import tree_map_only
+from ..float8 import float8_linear
 from ..units import CompiledBlock
 from .unit_plan import ANY, weights_used_in
 
@@ -59,6 +60,7 @@ _FORWARDS = {
         functional.multi_head_attention_forward,
         functional._in_projection_packed,  # type: ignore[attr-defined]
         functional._in_projection,  # type: ignore[attr-defined]
+        float8_linear,
     )
 }
 
@@ -317,6 +319,7 @@ def check_uses(graph: GraphModule, model: nn.Module) -> None:
 
 
 _LAYERS = {
+    float8_linear,
     functional.linear,
     functional.conv1d,
     functional.conv2d,
