@@ -352,6 +352,7 @@ class JobStore:
 
     def clone(self) -> "JobStore":
         """Returns the same store over another connection, which a thread that waits in this one does not block."""
+        self.has(FIRST_FAILURE)  # raises at once if the host has ended: torch would look for it until its timeout
         return JobStore(self.store.clone(), self.rank, self.num_ranks, self.line)
 
     def has(self, *keys: str) -> bool:

@@ -9,6 +9,7 @@ unique name of a start: nodes that join later count restarts from 0. So rank 0 m
 request it.
 """
 
+import multiprocessing
 import os
 import re
 import socket
@@ -77,7 +78,7 @@ the latter, one half are always the next ones after this rank, so that a machine
 ranks before its own; the other half are all the rest, in turn."""
 
 
-_PROCESS: Fields = {"host": str, "space": str, "pid": int, "address": str, "port": int}
+_PROCESS: Fields = {"host": str, "space": str, "pid": int, "address": str, "port": int, "tells_end": bool}
 _PLACE: Fields = {
     "step": int,
     "batch": int,
@@ -301,12 +302,15 @@ class RankRegistry:
 
 
 def this_process() -> dict[str, Any]:
-    """Returns host, process namespace and id of this process, and the address and port at which it can be probed."""
+    """Returns host, process namespace and id of this process, the address and port at which it can be probed, and
+    whether it tells its end: those of multiprocessing run nothing at exit, and who has started them sees their codes.
+    """
     space = ""
     with suppress(OSError):  # containers with the same host name each number their processes from 1
         space = os.readlink("/proc/self/ns/pid")
     address = own_address()
     process = {"host": socket.gethostname(), "space": space, "pid": os.getpid()}
+    process["tells_end"] = multiprocessing.parent_process() is None
     return {**process, "address": address, "port": own_port(address)}
 
 
@@ -424,10 +428,7 @@ def wait_for_ends(job: JobStore, *, has_failed: bool, longest_s: float) -> list[
 
 
 def _failed_ranks(ranks: RankRegistry, deadline: float) -> list[int]:
-    """Waits as rank 0 until all others end well, or one has failed; one that ends without a word has ended on purpose.
-
-    A process of multiprocessing says nothing, for one: who has started it looks at its exit code.
-    """
+    """Waits as rank 0 until all others end well, or one has failed, by its words or since it could say none."""
     ranks.look_for_all()
     running = ranks.others
     while running and time.monotonic() < deadline:
@@ -435,7 +436,8 @@ def _failed_ranks(ranks: RankRegistry, deadline: float) -> list[int]:
         gone = list(filter(ranks.is_gone, due))  # looked at before their last words are
         words = ranks.job.read_all([f"{_ENDED}/{rank}" for rank in due], {"failed": bool})
         ends = {rank: words.get(f"{_ENDED}/{rank}") for rank in due}
-        if failed := [rank for rank, end in ends.items() if end is not None and end["failed"]]:
+        killed = [rank for rank in gone if ends[rank] is None and ranks.processes[rank]["tells_end"]]
+        if failed := [rank for rank, end in ends.items() if rank in killed or (end is not None and end["failed"])]:
             return failed
         running = [*rest, *(rank for rank, end in ends.items() if end is None and rank not in gone)]
         time.sleep(_PERIOD_S)
