@@ -30,6 +30,7 @@ __all__ = [
     "Range",
     "for_html",
     "for_terminal",
+    "is_plain_name",
     "open_new",
     "open_plain",
     "problem",
@@ -42,6 +43,12 @@ NOT_SHOWN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u2
 
 class NotAPlainFileError(ValueError):
     """A file is not opened, since it is a link, a folder, a device or a pipe, or larger than allowed."""
+
+
+def is_plain_name(name: Any) -> bool:
+    """Whether `name` is the plain name of a file in a folder: no path that could lead out of it, nor commands."""
+    is_short = type(name) is str and 0 < len(name) <= 255
+    return is_short and name not in (".", "..") and not {*name} & {"/", "\\"} and not NOT_SHOWN.search(name)
 
 
 def open_plain(path: str, flags: int = 0) -> IO[bytes]:

@@ -11,18 +11,12 @@ from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from ..foreign import NOT_SHOWN, NotAPlainFileError, open_plain
+from ..foreign import NotAPlainFileError, is_plain_name, open_plain
 
-__all__ = ["Files", "NotAPlainFileError", "absolute", "is_plain_name", "naming", "resolve", "sync"]
+__all__ = ["Files", "absolute", "naming", "resolve", "sync"]
 
 _CHUNK_BYTES = 1 << 22
 _PROTOCOL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*(::|://)")
-
-
-def is_plain_name(name: Any) -> bool:
-    """Whether `name` is the plain name of a file in a folder: no path that could lead out of it, nor commands."""
-    is_short = type(name) is str and 0 < len(name) <= 255
-    return is_short and name not in (".", "..") and not {*name} & {"/", "\\"} and not NOT_SHOWN.search(name)
 
 
 class Files:

@@ -29,8 +29,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from ..foreign import MOST
-from .checked_io import Files, NotAPlainFileError
+from ..foreign import MOST, NotAPlainFileError
+from .checked_io import Files
 from .errors import CheckpointError
 from .manifest import TENSORS, Manifest
 

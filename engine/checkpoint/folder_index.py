@@ -19,8 +19,8 @@ from typing import Annotated, Any
 from fsspec.implementations.local import LocalFileSystem
 from typing_extensions import TypedDict
 
-from ..foreign import MOST, Count, Range, problem
-from .checked_io import Files, NotAPlainFileError, is_plain_name, resolve
+from ..foreign import MOST, Count, NotAPlainFileError, Range, is_plain_name, problem
+from .checked_io import Files, resolve
 from .errors import CheckpointError
 from .manifest import MANIFEST, Kind, Manifest, read_manifest
 from .run_record import replace_file
@@ -77,7 +77,10 @@ class FolderIndex:
             return b""
 
     def manifests(self, paths: Iterable[str]) -> dict[str, Manifest]:
-        """Returns the manifests, without files, layout and versions, of those of `paths` that need not be opened."""
+        """Returns the manifests of those of `paths` that have a line of their size and time.
+
+        The newest are opened; the manifests of those that need not be have no files, layout, versions and loggers.
+        """
         stamps = [] if self._root is None else [(_stamp(path), path) for path in paths]
         lines = [(stamp, self._lines.get(os.path.basename(path)), path) for stamp, path in stamps]
         fitting = [(line, path) for stamp, line, path in lines if line and stamp == (line["size"], line["mtime_ns"])]
@@ -90,7 +93,7 @@ class FolderIndex:
                 least = line["sequence"]
                 continue
             with suppress(CheckpointError):  # it is opened again by who asks, who says what is wrong with it
-                opened = read_manifest(path)
+                opened = manifests[path] = read_manifest(path)
                 least = min(least, opened.sequence)
                 if opened_at is None and opened.kind != "weights":
                     opened_at = line["mtime_ns"]

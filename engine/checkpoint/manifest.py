@@ -12,14 +12,15 @@ import os
 import re
 import zipfile
 import zlib
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Annotated, Any, Literal, NamedTuple
 
 from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
+from typing_extensions import TypedDict
 
 from ..flags import did_you_mean
-from ..foreign import MOST, open_plain
-from .checked_io import Files, NotAPlainFileError, is_plain_name, resolve
+from ..foreign import Count, NotAPlainFileError, Positive, Range, is_plain_name, open_plain, problem
+from .checked_io import Files, resolve
 from .errors import CheckpointError, NewerFormatError, damage
 from .single_file import is_archive, manifest_text, pickle_in, size_of
 
@@ -65,12 +66,10 @@ _RESERVED = re.compile(r"\.(lock|run\.json.*|index\.jsonl.*|polyphase|(saving|re
 _SET_ASIDE = re.compile(r"\.damaged-[0-9a-f]{12}$")
 """The end of the names that `publish` gives to damaged checkpoints."""
 _MOST_BYTES = 1 << 26
-_CRC_MOST = (1 << 32) - 1
 _MOST_TIME_S = 253402300799
 """The end of the year 9999, the last that all systems can print."""
 
 Kind = Literal["snapshot", "checkpoint", "weights"]
-_KINDS: tuple[str, ...] = get_args(Kind)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -210,8 +209,7 @@ def find(folder: str | os.PathLike[str]) -> list[tuple[str, Manifest]]:
             continue  # the link `last` points at a checkpoint that is listed itself
         path = entry if isinstance(fs, LocalFileSystem) else fs.unstrip_protocol(entry)
         try:
-            if is_checkpoint(path):
-                checkpoints.append((path, read_manifest(path)))
+            checkpoints.append((path, read_manifest(path)))
         except CheckpointError:
             continue
     return sorted(checkpoints, key=lambda checkpoint: checkpoint[1].order, reverse=True)
@@ -232,7 +230,7 @@ def parse_manifest(content: bytes, path: str | os.PathLike[str]) -> Manifest:
         crc = fields.pop("crc32")
         if crc != _crc_of(fields):
             raise ValueError("its checksum differs")
-        if _count(fields, "format") > FORMAT:
+        if type(fields["format"]) is int and fields["format"] > FORMAT:
             newer = fields["versions"].get("polyphase") if isinstance(fields.get("versions"), dict) else None
             refusal = NewerFormatError(
                 f"The checkpoint {path} has format {fields['format']}, this version of Polyphase opens formats up to"
@@ -253,51 +251,37 @@ def parse_manifest(content: bytes, path: str | os.PathLike[str]) -> Manifest:
 def _manifest(fields: dict[str, Any]) -> Manifest:
     if fields["format"] != FORMAT:
         raise ValueError(f"its format is {fields['format']}, which no release has written")
-    files = _field(fields, "files", dict)
-    for name, entry in files.items():
-        if not is_plain_name(name):
-            raise ValueError(f"a file is called {name!r}, which is no name within the folder")
-        if type(entry) is not list or len(entry) != 2:
-            raise ValueError(f"{name} has no size and checksum")
-        if not all(type(n) is int and 0 <= n <= most for n, most in zip(entry, (MOST, _CRC_MOST), strict=True)):
-            raise ValueError(f"{name} has an impossible size or checksum")
-    if not all(type(crc) is int and 0 <= crc <= _CRC_MOST for crc in _field(fields, "structures", dict).values()):
-        raise ValueError("structures has an impossible checksum")
-    if not is_plain_name(_field(fields, "name", str)) or is_reserved(fields["name"]):
-        raise ValueError(f"its name is {fields['name']!r}, which is no name within a folder")
-    if not 0 <= (fields["time"] if type(fields["time"]) is int else _field(fields, "time", float)) <= _MOST_TIME_S:
-        raise ValueError(f"its time is {fields['time']} s, which is no date")
-    for field in ("step", "epoch"):
-        _count(fields, field)
-    if _count(fields, "world_size") < 1:
-        raise ValueError("world_size is 0")
-    if not all(type(size) is int and 0 < size <= MOST for size in _field(fields, "layout", dict).values()):
-        raise ValueError("layout has a size that is no number above 0")
-    if not all(type(version) is str for version in _field(fields, "versions", dict).values()):
-        raise ValueError("versions has one that is no text")
-    _count(fields, "sequence")
-    _field(fields, "run", str)
-    if not all(type(run) is str for run in _field(fields, "lineage", list)):
-        raise ValueError("lineage has an id that is no text")
-    if fields["kind"] not in _KINDS:
-        raise ValueError(f"kind is {fields['kind']!r}")
-    if not all(type(logger) is dict for logger in _field(fields, "loggers", list)):
-        raise ValueError("loggers has one that is no dictionary")
+    if wrong := problem(fields, _Fields, "it"):
+        raise ValueError(wrong)
     fields["lineage"], fields["loggers"] = tuple(fields["lineage"]), tuple(fields["loggers"])
-    fields["files"] = {name: (size, crc) for name, (size, crc) in files.items()}
+    fields["files"] = {name: (size, crc) for name, (size, crc) in fields["files"].items()}
     return Manifest(**fields)
 
 
-def _field(fields: dict[str, Any], name: str, expected: type) -> Any:
-    if type(fields[name]) is not expected:
-        raise ValueError(f"{name} is {type(fields[name]).__name__} in place of {expected.__name__}")
-    return fields[name]
+def _is_name(name: str) -> str | None:
+    return None if is_plain_name(name) else f"is {name!r}, which is no name within a folder"
 
 
-def _count(fields: dict[str, Any], name: str) -> int:
-    if not 0 <= _field(fields, name, int) <= MOST:
-        raise ValueError(f"{name} is {fields[name]}")
-    return fields[name]
+def _is_checkpoints_name(name: str) -> str | None:
+    return f"is {name!r}, which is no name within a folder" if is_reserved(name) else _is_name(name)
+
+
+class _Fields(TypedDict):
+    name: Annotated[str, _is_checkpoints_name]
+    step: Count
+    epoch: Count
+    time: Annotated[int | float, Range(0, _MOST_TIME_S)]
+    layout: dict[str, Positive]
+    world_size: Positive
+    versions: dict[str, str]
+    files: dict[Annotated[str, _is_name], list[Count]]
+    structures: dict[str, Count]
+    run: str
+    lineage: list[str]
+    sequence: Count
+    kind: Kind
+    loggers: list[dict[str, Any]]
+    format: int
 
 
 def _refuse_constant(text: str) -> None:

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .checked_io import Files, NotAPlainFileError
+from ..foreign import NotAPlainFileError
+from .checked_io import Files
 from .content import check_state
 from .dcp_storage import Index, Reader, check_index, read_index
 from .errors import CheckpointError, damage

@@ -53,7 +53,7 @@ def list_entries(folder: str | os.PathLike[str], index: FolderIndex | None = Non
 
     Args:
         folder: local or an fsspec URL.
-        index: knows checkpoints that are then not opened; their manifests have no files, layout and versions.
+        index: knows checkpoints that are then not opened; their manifests have no files, layout, versions and loggers.
     """
     fs, root = resolve(folder)
     fs.invalidate_cache(root)

@@ -20,7 +20,7 @@ import re
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from typing import Annotated, Any, ClassVar
 from urllib.parse import urlparse
 from urllib.request import url2pathname
@@ -32,14 +32,12 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import TypedDict
 
 from .._compat.lightning import _convert_params, _flatten_dict
-from ..checkpoint.checked_io import Files, absolute, is_plain_name, resolve
-from ..checkpoint.errors import CheckpointError
+from ..checkpoint.checked_io import Files, absolute, resolve
 from ..checkpoint.folder_index import FolderIndex
-from ..checkpoint.manifest import read_manifest
 from ..checkpoint.retention import list_entries
 from ..checkpoint.run_record import read_record, replace_file
 from ..distributed.environment import restart_count
-from ..foreign import Count, Range, problem
+from ..foreign import Count, Range, is_plain_name, problem
 
 __all__ = ["LogContinuation", "kind_of"]
 
@@ -597,10 +595,8 @@ def _said_in(folder: str, root: str) -> tuple[str, list[dict[str, Any]]]:
     """Returns the run that saves into `folder` and its loggers' entries, from its newest snapshot or its record."""
     fs, place = resolve(folder)
     for entry in list_entries(folder, FolderIndex(folder)) if fs.isdir(place) else []:
-        if entry.manifest is not None and entry.manifest.kind != "weights":
-            with suppress(CheckpointError):  # the index may speak of a file that can't be read any more
-                manifest = read_manifest(entry.path)
-                return manifest.run, list(manifest.loggers)
+        if entry.manifest is not None and entry.manifest.kind != "weights":  # the newest of them was opened
+            return entry.manifest.run, list(entry.manifest.loggers)
     record = read_record(folder, root)
     return ("", []) if record is None or record.has_saved else (record.run, list(record.loggers))
 

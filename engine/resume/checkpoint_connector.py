@@ -366,7 +366,7 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
 
     def _begin_run(self, is_same: bool) -> None:
         trainer = self.trainer
-        opened = read_manifest(str(self._ckpt_path)) if is_same and trainer.is_global_zero else None
+        opened = self.history.manifest_of(str(self._ckpt_path)) if is_same else None
         if opened is None or not 0 <= trainer.max_steps <= opened.step:  # otherwise no step would be logged again
             loggers, step = (None, 0) if opened is None else (opened.loggers, opened.step)
             self.logs.take_back(loggers, step, waits=bool(self._engine_state.get("cut_short")))

@@ -19,7 +19,7 @@ from ..checkpoint import AsyncCheckpointer
 from ..checkpoint.checked_io import resolve
 from ..checkpoint.errors import CheckpointError
 from ..checkpoint.folder_index import FolderIndex
-from ..checkpoint.manifest import Manifest, is_checkpoint, path_status, read_manifest
+from ..checkpoint.manifest import Manifest, path_status, read_manifest
 from ..checkpoint.publish import set_aside
 from ..checkpoint.retention import Entry, list_entries
 from ..checkpoint.run_record import RunRecord, read_record, write_record
@@ -93,6 +93,10 @@ class RunHistory:
             next((f"{entry.path} {entry.problem}" for entry in self._entries if _is_newer(entry, newest)), None),
             read_record(self._folder, self._trainer.default_root_dir),
         )
+
+    def manifest_of(self, path: str) -> Manifest | None:
+        """Returns, on rank 0, the manifest of a checkpoint that `look` has seen; complete if it is a candidate's."""
+        return next((entry.manifest for entry in self._entries if entry.path == path), None)
 
     def begin(self, continues: dict[str, Any] | None, *, is_same: bool) -> None:
         """Gives the run its id, and a suffix for the names of its snapshots; called by all ranks.
@@ -377,10 +381,10 @@ def _not_its_own(path: str, folder: str, lineage: Sequence[str]) -> str:
     if not is_inside:
         return f"is not in its folder {folder}"
     try:
-        manifest = read_manifest(path) if is_checkpoint(path) else None
-    except CheckpointError:
+        run = read_manifest(path).run
+    except CheckpointError:  # Lightning's, or damaged
         return ""
-    return "" if manifest is None or manifest.run in lineage else f"was saved by another run ({manifest.run})"
+    return "" if run in lineage else f"was saved by another run ({run})"
 
 
 def forget_others(callback: ModelCheckpoint, others: dict[str, str]) -> None:

@@ -21,7 +21,8 @@ from jsonargparse import ArgumentError
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from polyphase.engine.checkpoint import AsyncCheckpointer, CheckpointError, commands, load_checkpoint
-from polyphase.engine.checkpoint.checked_io import Files, NotAPlainFileError
+from polyphase.engine.checkpoint.checked_io import Files
+from polyphase.engine.foreign import NotAPlainFileError
 
 from ...pairs import nightly
 from ..tiny import Regression, engine, rows
