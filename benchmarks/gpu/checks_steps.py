@@ -3,6 +3,7 @@
 import random
 import statistics
 import warnings
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from polyphase.engine import Engine
 from polyphase.engine.loop import compile
+from polyphase.engine.strategies.float8 import Float8Precision
 
 from . import device
 from .meter import Meter
@@ -145,6 +147,32 @@ def compiled() -> str:
         # to 16 bits in fewer places: a few steps of 1e-3 apart at most.
         name, tolerance = " ".join([flag, *flags.values(), *precision.values()]), 5e-3 if precision else 1e-3
         seen += [close(name, found, expected, tolerance)]
+    return ", ".join(seen)
+
+
+def float8() -> str:
+    """Products beside those in bfloat16, and compiled steps beside eager ones."""
+    if find_spec("torchao") is None:
+        raise device.NotRunError("needs torchao")
+    if device.kind() != "cuda":  # as above
+        compile._Backend._compile_graph = lambda _, graph, inputs: aot_eager(graph, inputs)  # type: ignore[method-assign]
+    n = 64 if device.smoke() else 4096
+    seen = []
+    for name, largest in (("float8", 0.07), ("float8-rowwise", 0.045)):  # as tests/engine/strategies/test_float8.py
+        layers = nn.Sequential(nn.Linear(n, n), nn.Linear(n, n)).to(device.root())
+        plugin = Float8Precision(name, device.kind())
+        x = torch.randn(n - 9, n, device=device.root())  # no multiple of 16
+        products = []
+        for convert in (lambda layers: layers, plugin.convert_module):
+            layers.zero_grad()
+            with plugin.forward_context():
+                output = convert(layers)[0](x)
+            output.backward(torch.ones_like(output).cumsum(1) / n)
+            products.append((output.detach().float(), layers[0].weight.grad.clone()))
+        apart = [float((ours - theirs).norm() / theirs.norm()) for theirs, ours in zip(*products, strict=True)]
+        assert 0 < max(apart) < largest, f"{name}: product and gradient are {apart} from those in bfloat16"
+        both = [trained(GPT, precision=name, compile=compiles) for compiles in (True, False)]
+        seen += [f"{name} {apart[0]:.1%}, {apart[1]:.1%}", close("compiled", *both, 5e-3)]
     return ", ".join(seen)
 
 

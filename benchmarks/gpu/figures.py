@@ -7,6 +7,7 @@ All have torch's fused AdamW.
 """
 
 import os
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -89,7 +90,7 @@ def training(contestant: str, size: str, strategy: str, *settings: str) -> dict[
         contestant: ``"Engine"``, or ``"by hand"`` or ``"Trainer"`` for a strategy that they have.
         size: of `SHAPES`.
         strategy: the engine's flag.
-        settings: ``"compile"``, and ``"65k"`` for a step of so many tokens in place of 16k.
+        settings: ``"compile"``, ``"float8"``, and ``"65k"`` for a step of so many tokens in place of 16k.
     """
     memory_gb = device.total_gb()
     if memory_gb < LEAST_GB.get(size, 0) and not device.smoke():
@@ -98,6 +99,8 @@ def training(contestant: str, size: str, strategy: str, *settings: str) -> dict[
         device.needs_cuda("inductor's code")
     if contestant == "Trainer" and strategy == "ddp":
         device.needs_cuda("Lightning's DDPStrategy makes a stream of torch.cuda on any accelerator")
+    if "float8" in settings and find_spec("torchao") is None:
+        raise device.NotRunError("needs torchao")
     timed = 3 if device.smoke() else 20
     meter = Meter(warm_up=5, timed=timed, counted=3)
     compiles = "compile" in settings
@@ -118,7 +121,8 @@ def training(contestant: str, size: str, strategy: str, *settings: str) -> dict[
     else:
         make, flag = (Engine, strategy) if contestant == "Engine" else (Trainer, _stock(strategy, num_devices))
         trainer = make(
-            strategy=flag, accelerator=device.kind(), devices=num_devices, precision="bf16-mixed", max_epochs=1,
+            strategy=flag, accelerator=device.kind(), devices=num_devices, max_epochs=1,
+            precision="float8" if "float8" in settings else "bf16-mixed",
             log_every_n_steps=10**6, **QUIET, **({"compile": compiles} if contestant == "Engine" else {}),
         )  # fmt: skip
         trainer.fit(module, batches)
@@ -134,7 +138,7 @@ def training(contestant: str, size: str, strategy: str, *settings: str) -> dict[
         "compile": "yes" if compiles else "no",
         "devices": str(num_devices),
         "tokens per step": str(batch_size * replicas * context),
-        "loop": contestant,
+        "loop": " ".join([contestant, *(name for name in settings if name == "float8")]),
         "tokens/s": f"{tokens_per_s:.0f}",
         "ms per step": f"{1e3 * meter.step_s:.2f}",
         "MFU": f"{flops / num_devices / peak_flops:.1%}",

@@ -16,6 +16,8 @@ _LEAST_MFU = {
 _LEAST_OF_SINGLE = {("fsdp", "no"): 0.97, ("fsdp", "yes"): 0.97, ("tp", "no"): 0.85, ("tp", "yes"): 0.95}
 """The speed of one rank."""
 _LEAST_OF_BY_HAND = 0.99
+_LEAST_OF_BF16 = 1.12
+"""Of `float8`, from 1.3B on."""
 _LEAST_GB_S = {
     ("25 MB", "int8"): 300, ("1024 MB", "int8"): 800, ("25 MB", "powersgd:4"): 150, ("1024 MB", "powersgd:4"): 500
 }  # fmt: skip
@@ -37,11 +39,16 @@ def _of_rows(rows: list[dict[str, str]]) -> Iterator[tuple[str, str, str, bool]]
         for row in rows
     }
     for row in rows:
-        if row["loop"] != "Engine":
+        if not row["loop"].startswith("Engine"):
             continue
         size, strategy, compiled, tokens = (row[name] for name in ("size", "strategy", "compile", "tokens per step"))
         where = f"{size} {strategy}{', compiled' * (compiled == 'yes')}, {tokens} tokens"
         speed = float(row["tokens/s"])
+        if row["loop"] != "Engine":
+            bf16 = speeds.get((size, strategy, compiled, tokens, "Engine"))
+            if bf16 is not None:
+                yield _of(f"float8 of {where}, of bf16", speed / bf16, _LEAST_OF_BF16)
+            continue
         if strategy == "single" and size in _LEAST_MFU[compiled]:
             least = _LEAST_MFU[compiled][size]
             yield f"MFU of {where}", f">= {least:g}%", row["MFU"], float(row["MFU"].rstrip("%")) >= least

@@ -39,6 +39,7 @@ _CHECKS = (
     _check(1, 45, "checks_saves:snapshot_devices", "snapshots under topk open on the CPU and leave no memory behind"),
     _check(1, 90, "checks_steps:cuda_graphs", "reduce-overhead with accumulation: weights of eager steps"),
     _check(1, 120, "checks_steps:compiled", "compile=True, selective and bf16-mixed, too: weights of eager steps"),
+    _check(1, 90, "checks_steps:float8", "float8: products close to bfloat16's; compiled steps are eager ones"),
     _check(1, 60, "checks_memory:halved", "a batch that does not fit is halved: weights of one that does"),
     _check(1, 60, "checks_ranks:lost_collective", "out of memory in int8's all-to-all: no rank is a call ahead"),
     _check(1, 90, "checks_waits:waits", "between loggings a step waits for nothing"),
@@ -78,6 +79,7 @@ def _all_figures() -> Iterator[Item]:
         for size in _SIZES:
             yield from _figures(2, size, strategy, of=_EAGER)
             yield from _figures(2, size, strategy, "compile", of=_COMPILED)
+        yield from _figures(2, "1.3B", strategy, "compile", "float8")
     yield from _figures(3, "124M", "single", "65k", of=_EAGER)
     yield from _figures(3, "124M", "single", "compile", "65k", of=_COMPILED)
     for size in _SIZES:

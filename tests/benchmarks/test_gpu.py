@@ -143,6 +143,8 @@ def test_goals_are_reached_or_missed():
         row("124M", "single", "yes", "by hand", 1020, 41.5),
         row("124M", "tp", "yes", "Engine", 960, 39.0),
         row("1.3B", "single", "no", "Engine", 100, 41.9),
+        row("1.3B", "fsdp", "yes", "Engine", 100, 47.0),
+        row("1.3B", "fsdp", "yes", "Engine float8", 113, 53.0),
     ]
     records = {
         **{str(i): {"status": "ok", "value": figure} for i, figure in enumerate(figures)},
@@ -158,6 +160,8 @@ def test_goals_are_reached_or_missed():
         "host waits of 124M tp, compiled, 16384 tokens": ("0", "reached"),
         "MFU of 1.3B single, 16384 tokens": ("41.9%", "missed"),
         "host waits of 1.3B single, 16384 tokens": ("0", "reached"),
+        "host waits of 1.3B fsdp, compiled, 16384 tokens": ("0", "reached"),
+        "float8 of 1.3B fsdp, compiled, 16384 tokens, of bf16": ("1.130", "reached"),
         "int8 of 25 MB": ("26.9 GB/s", "missed"),
         "int8 of 1024 MB": ("801.0 GB/s", "reached"),
     }
@@ -184,9 +188,9 @@ def test_a_part_ends_in_time(tmp_path):
     assert "the 6 s of its part were over" in results.text()
 
 
-def test_the_table_has_27_checks_that_are_there():
+def test_the_table_has_28_checks_that_are_there():
     checks = [found for found in ITEMS if not found.is_figure]
-    assert len(checks) == 27
+    assert len(checks) == 28
     assert len({found.name for found in ITEMS}) == len(ITEMS)
     assert {found.part for found in ITEMS} == set(suite.PARTS)
     outcome = elsewhere(f"{HERE}:places", limit_s=120)
