@@ -34,6 +34,7 @@ from .flags import (
     Offload,
     PrecisionName,
     ProfilerName,
+    RankLossPolicy,
     StrategyName,
     UnevenPolicy,
 )
@@ -200,6 +201,10 @@ class EngineConfig:
     hang_timeout_s: float | None = field(default=600.0, metadata=_about(_SAVING, "60"))
     """Seconds that a rank may stay at one batch and phase. Then the run ends, and the rank at fault is named with its
     stack. Three times as long before the second batch, once all ranks are connected. None: no limit."""
+    on_rank_loss: RankLossPolicy = field(default="stop", metadata=_about(_SAVING, "continue"))
+    """Reaction to a signal, such as the SIGKILL of the out-of-memory killer, that ends a rank's process. ``"stop"``:
+    all ranks end, and the next start resumes. ``"continue"``: the other ranks make the step again with the samples of
+    that step, in the same processes. For ``ddp_spawn`` and ``ddp_fork`` on the CPU with a `global_batch_size`."""
     default_root_dir: str | Path | None = field(default=None, metadata=_about(_SAVING, "runs"))
     """Folder or URL of logs and checkpoints. None: the working directory."""
     enable_checkpointing: bool | None = field(default=None, metadata=_about(_SAVING, "false"))

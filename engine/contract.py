@@ -63,6 +63,8 @@ class Capabilities:
     """Why the bytes that are sent for gradients and parameters can't be counted."""
     unsupported_repeat: str | None = "a strategy that is not the engine's own"
     """Why a step can't be repeated after one rank has run out of memory."""
+    unsupported_rank_loss: str | None = "is not the engine's own"
+    """Why training can't go on in the same processes without a rank whose process has ended."""
 
 
 class EngineStrategy:
@@ -253,6 +255,23 @@ class EngineStrategy:
     def go_on_without(self, ranks: list[int]) -> bool:
         """Continues without ranks whose processes have ended, if possible; called by the watchdog's thread."""
         return False
+
+    survives_losses = False
+    """Whether the other ranks regroup when the process of one has ended: see `loop/rank_loss.py`."""
+
+    def leave_groups(self) -> None:
+        """Ends the process groups of a rank whose step has failed, so that the collectives of all others raise."""
+        raise NotImplementedError
+
+    def regroup(self, devices: Sequence[Any], rank: int, store: dist.Store) -> None:
+        """Connects the ranks that are left, as ranks 0 to n - 1, and has them average gradients.
+
+        Args:
+            devices: the devices of those that are left.
+            rank: the number of this one from now on.
+            store: a store that only they use.
+        """
+        raise NotImplementedError
 
 
 class _LightningAdapter(EngineStrategy):

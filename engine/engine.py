@@ -34,6 +34,7 @@ from .initialization import check_shapes, read_stored
 from .loggers.run_names import claim_log_folders, folders_written_to
 from .loop.compile import check_cuda_graphs, compile_mode
 from .loop.install import TrainerBase, defaults_from_environment, install_loops
+from .loop.rank_loss import check_may_lose_ranks, check_module_may_lose_ranks
 from .loop.runs import check_callbacks, check_manual_optimization, quiet, reports_uncaught
 from .precision import FLOAT8
 from .reliability.nonfinite import NonFiniteWatch
@@ -147,6 +148,8 @@ class Engine(TrainerBase):
             num_ranks=self.data_size,
             accumulate_grad_batches=config.accumulate_grad_batches,
         )
+        if config.on_rank_loss == "continue":
+            check_may_lose_ranks(self, config)
 
     @property
     def layout(self) -> Layout:
@@ -215,6 +218,8 @@ class Engine(TrainerBase):
             if is_complete and strategy.layout.world_size > 1:  # which else looks once it has been built
                 check_shapes(model)
             strategy.check_module(model)
+            if self.config.on_rank_loss == "continue":
+                check_module_may_lose_ranks(model)
             strategy.check_run(compiles=bool(self.config.compile), callbacks=self.callbacks)  # type: ignore[attr-defined]
             strategy.check_loader(train_dataloaders)
         global_batch_size = self.config.global_batch_size

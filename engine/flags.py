@@ -30,6 +30,7 @@ __all__ = [
     "Offload",
     "PrecisionName",
     "ProfilerName",
+    "RankLossPolicy",
     "StrategyName",
     "UnevenPolicy",
     "as_flag",
@@ -112,6 +113,9 @@ Offload = Literal["activations", "optimizer", "parameters"]
 
 NonFinitePolicy = Literal["warn", "error", "skip", "ignore"]
 """Responses to a loss or gradient norm that is infinite or NaN."""
+
+RankLossPolicy = Literal["stop", "continue"]
+"""Responses to the end of a rank's process by a signal."""
 
 UnevenPolicy = Literal["pad", "drop"]
 """Ways to end an epoch in which ranks have different numbers of batches."""

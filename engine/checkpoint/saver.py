@@ -162,6 +162,10 @@ class AsyncCheckpointer:
                 self._thread.join(timeout_s)
             self.report()
 
+    def leave_groups(self) -> None:
+        """Forgets the group of the saves, of which a rank has ended; a save in flight fails, and is reported later."""
+        self._group, self._group_of = SELF, None
+
     def report(self) -> None:
         """Warns if a save has failed since the last call; does not wait for the save in flight."""
         if self._thread is None or self._thread.is_alive():

@@ -428,6 +428,11 @@ def share_threads(num_processes: int) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes)))
 
 
+def set_local_rank(rank: int) -> None:
+    """Gives this process, which was started by this package, another rank on its machine."""
+    os.environ["LOCAL_RANK"] = str(rank)
+
+
 def compute_with_one_thread() -> None:
     """Has this process compute with one thread, whatever Lightning would choose."""
     os.environ["OMP_NUM_THREADS"] = "1"

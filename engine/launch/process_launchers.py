@@ -54,7 +54,7 @@ from ..flags import LAUNCHERS
 from ..initialization import make_room
 from ..reliability.failure import print_rank, report_failure, watch_parent
 from ..reliability.hard_exit import END_TIMEOUT_S, await_ranks, end_tree, hard_exit, started_ranks
-from ..reliability.rendezvous import current_job, in_words, wait_for_ends
+from ..reliability.rendezvous import current_job, in_words, listen, serve, wait_for_ends
 from ..reliability.tracebacks import shorten
 
 __all__ = ["RefusedLaunchError", "check_forks", "end_group_at_exit", "make_launcher"]
@@ -147,21 +147,29 @@ class _Stored:
 class _Workers(mp.ProcessContext):
     """Worker processes; some may fail without ending the others."""
 
-    def __init__(self, started: mp.ProcessContext, can_lose: Callable[[int], bool]) -> None:
+    def __init__(
+        self, started: mp.ProcessContext, can_lose: Callable[[int, int], bool], has_results: Callable[[], bool]
+    ) -> None:
         super().__init__(started.processes, started.error_files)
         self._can_lose = can_lose
+        self._has_results = has_results
         self._lost: list[int] = []
 
     def join(self, *args: Any, **kwargs: Any) -> bool:
         for sentinel in wait(self.sentinels) if self.sentinels else ():
             index = self.sentinels[sentinel]
             self.processes[index].join()
-            if self.processes[index].exitcode != 0 and self._can_lose(index):
+            code = self.processes[index].exitcode
+            is_last = len(self.sentinels) == 1 and not self._has_results()
+            if code and not is_last and self._can_lose(index, code):
                 del self.sentinels[sentinel]
                 self._lost.append(index)
                 return not self.sentinels
         try:
-            return super().join(*args, **kwargs)
+            are_done = super().join(*args, **kwargs)
+            if are_done and self._lost and not self._has_results():
+                raise self._no_results()
+            return are_done
         except (ProcessExitedException, ProcessRaisedException) as ended:
             if isinstance(ended, ProcessRaisedException) and not shows_all_frames():
                 ended.msg = shorten(ended.msg)
@@ -177,16 +185,33 @@ class _Workers(mp.ProcessContext):
             raise ProcessRaisedException(text, ended.error_index, ended.error_pid) from None
 
 
+    def _no_results(self) -> ProcessExitedException:
+        last = self._lost[-1]
+        process = self.processes[last]
+        reason = f"process {last} was lost when the run was over, before it had returned the results"
+        return ProcessExitedException(reason, last, process.pid or 0, process.exitcode or 0)
+
+
 @contextmanager
-def _joining(can_lose: Callable[[int], bool]) -> Iterator[None]:
-    """In this context, started workers are joined as `_Workers`."""
+def _joining(can_lose: Callable[[int, int], bool], on_started: Callable[[], Any]) -> Iterator[None]:
+    """In this context, started workers are joined as `_Workers`.
+
+    Args:
+        can_lose: whether the run continues without a worker that has ended with an exit code.
+        on_started: called when all workers were started; what it returns is kept until the context is left.
+    """
     # Lightning: _MultiProcessingLauncher.launch calls torch.multiprocessing.start_processes, and joins them itself.
     start = mp.start_processes
     torchs = logging.getLogger("torch.multiprocessing.spawn")  # it logs for each ended worker that another one failed
     level = torchs.level
 
+    kept: list[Any] = []
+
     def started(*args: Any, **kwargs: Any) -> _Workers:
-        return _Workers(start(*args, **kwargs), can_lose)
+        results = kwargs["args"][4]  # Lightning: the queue for the results of the run
+        workers = _Workers(start(*args, **kwargs), can_lose, lambda: not results.empty())
+        kept.append(on_started())
+        return workers
 
     mp.start_processes = started
     torchs.setLevel(logging.ERROR)
@@ -271,6 +296,9 @@ class _WorkerLauncher(_MultiProcessingLauncher):
     """Whether forks must compute with one thread, because this process has computed with several."""
     _engine_state: "_Stored | None" = None
     """The engine's own state at the end of training, in the worker that returns the results."""
+    outlives_ranks = True
+    """Whether this process is none of the ranks, and could tell them after any of them has ended."""
+    _results_of_rank_0: Any = None
     _failures = ""
     """Folder to which workers write their exceptions."""
 
@@ -301,7 +329,8 @@ class _WorkerLauncher(_MultiProcessingLauncher):
                 _port_reserved(self._strategy.cluster_environment),
                 child_environment(num_nodes=self._strategy.num_nodes),  # type: ignore[attr-defined]
                 _sigterm_calls(self._stop),
-                _joining(self._strategy.can_lose),  # type: ignore[attr-defined]
+                self._store() as serve_store,
+                _joining(self._can_lose, serve_store),
                 _fork_allowed(self._strategy),
             ):
                 results = super().launch(function, *args, trainer=trainer, **kwargs)
@@ -320,6 +349,29 @@ class _WorkerLauncher(_MultiProcessingLauncher):
         except BaseException:
             self.kill(signal.SIGKILL)  # nobody waits for them any more, but they may wait for each other
             raise
+
+    @contextmanager
+    def _store(self) -> Iterator[Callable[[], Any]]:
+        """Context with a function that opens the job's store in this process, which outlives each worker.
+
+        The ranks connect to a port that listens from now on, and are answered when all of them were started: a fork
+        must not have the locks of the store's thread.
+        """
+        environment: Any = self._strategy.cluster_environment
+        if not self._strategy.survives_losses:  # type: ignore[attr-defined]
+            yield lambda: None
+            return
+        listening = listen(environment.main_address, environment.main_port)
+        try:
+            yield lambda: serve(listening)
+        finally:
+            listening.close()
+
+    def _can_lose(self, worker: int, code: int) -> bool:
+        """Whether the run continues without a worker that has ended with an exit code; minus a signal's number."""
+        strategy: Any = self._strategy
+        is_killed = code < 0 and not self._is_stopping
+        return strategy.can_lose(worker) or (strategy.survives_losses and is_killed)
 
     def _stop(self, signum: int, _: Any) -> None:
         """Asks the workers to stop; they save their state before they end."""
@@ -363,6 +415,8 @@ class _WorkerLauncher(_MultiProcessingLauncher):
             _restore_sigterm()
         try:
             super()._wrapping_function(process_idx, trainer, *args, **kwargs)
+            if self._results_of_rank_0 is not None and process_idx > 0:  # the first worker was lost
+                args[3].put(self._results_of_rank_0)  # Lightning: the queue for the results of the run
         except SIGTERMException:
             sys.exit(_STOPPED)  # with exit code 0, the parent would wait for a result
         except BaseException as exception:
@@ -401,7 +455,8 @@ class _WorkerLauncher(_MultiProcessingLauncher):
         }
         module.state_dict = lambda *args, **kwargs: state_dict  # type: ignore[method-assign, assignment]
         try:
-            return super()._collect_rank_zero_results(trainer, results)
+            self._results_of_rank_0 = super()._collect_rank_zero_results(trainer, results)
+            return self._results_of_rank_0
         finally:
             del module.state_dict
 
@@ -574,6 +629,7 @@ class _ScriptLauncher(_SubprocessScriptLauncher):
     The job's store is in that process, and its exit code is the only one that the user's shell sees.
     """
 
+    outlives_ranks = False
     _hang_timeout_s: float | None = None
     """The longest time of a rank at one position, in seconds; None without limit."""
     _has_ended_them = False

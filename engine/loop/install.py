@@ -49,6 +49,7 @@ from .first_steps import FirstSteps
 from .fit import FitLoop
 from .metrics import LoggerConnector, caller_of_kind
 from .out_of_memory import OutOfMemory
+from .rank_loss import LostRanks, RankLoss
 from .runs import allow_nonempty_folder, check_callbacks, checked, log_later_error, quiet, reports_uncaught
 from .several_optimizers import allowing_several_optimizers
 from .training import TrainingEpochLoop
@@ -170,6 +171,9 @@ class TrainerBase(Trainer):
         )
         watchdog = Watchdog(self.heartbeat, self.hang_timeout_s, folder, self.world_size, self.strategy, answers)
         watchdog.start()
+        rank_loss = self.fit_loop.epoch_loop.rank_loss  # type: ignore[attr-defined]
+        if rank_loss is not None:
+            rank_loss.watchdog = watchdog
         try:
             continues_logs = allow_nonempty_folder() if checkpoints.logs.goes_on else nullcontext()
             with (
@@ -184,6 +188,8 @@ class TrainerBase(Trainer):
         except BaseException as ended:
             exception = self._signal_connector.cause_of(ended)  # type: ignore[attr-defined]
             checkpoints.is_ending = True
+            if rank_loss is not None:
+                rank_loss.explain(exception)
             timeout_s = None if isinstance(exception, SIGTERMException) else _LAST_SAVE_TIMEOUT_S
             try:
                 report_failure(
@@ -237,6 +243,12 @@ class TrainerBase(Trainer):
     def batch_sizes(self) -> tuple[int, int, int] | None:
         """Samples of an optimizer step, of a micro-batch at most, and micro-batches of a rank; None if unknown."""
         return self._data_connector.sizes.of_full_step  # type: ignore[attr-defined]
+
+    @property
+    def rank_losses(self) -> list[LostRanks]:
+        """The losses of ranks after which ``on_rank_loss="continue"`` has gone on in this run."""
+        rank_loss = self.fit_loop.epoch_loop.rank_loss  # type: ignore[attr-defined]
+        return [] if rank_loss is None else rank_loss.events
 
     @property
     def num_skipped_steps(self) -> int:
@@ -420,8 +432,12 @@ def _install_fit_loop(trainer: TrainerBase, config: EngineConfig, watch: NonFini
     trainer.fit_loop = FitLoop(trainer, trainer.fit_loop.min_epochs, trainer.fit_loop.max_epochs)
     trainer.fit_loop.epoch_loop = TrainingEpochLoop(trainer, epochs.min_steps, epochs.max_steps, watch)
     trainer.fit_loop.epoch_loop.first_steps = FirstSteps(trainer, config.check_first_steps)
+    optimization = trainer.fit_loop.epoch_loop.automatic_optimization
     if config.micro_batch_size == "auto":
-        trainer.fit_loop.epoch_loop.automatic_optimization.out_of_memory = OutOfMemory(trainer)
+        optimization.out_of_memory = OutOfMemory(trainer)
+    if config.on_rank_loss == "continue":
+        trainer.fit_loop.epoch_loop.rank_loss = RankLoss(trainer)
+        optimization.keeps_results = True
 
 
 def _install_evaluation_loops(trainer: TrainerBase) -> None:

@@ -48,6 +48,9 @@ class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpoc
         """Whether `training_step` has returned a loss."""
         self.num_skipped = 0
         """The number of times that `training_step` has returned None."""
+        self.keeps_results = False
+        """Whether the result of the current micro-batch is kept, which another rank's loss may interrupt."""
+        self._result: ClosureResult | None = None
         self.step_guard: StepGuard | None = None
         """Leaves out steps that are not finite; None: none is left out."""
 
@@ -134,7 +137,16 @@ class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpoc
             self._note(result.loss)
         else:
             self.num_skipped += 1
+        if self.keeps_results:
+            self._result = ClosureResult(result.loss, extra=result.extra)
         return result
+
+    def end_step_of_others(self) -> dict[str, Any]:
+        """Returns what `run` would have: the step has failed here in its last all-reduce, and others have made it."""
+        steps, result = self.optim_progress.optimizer.step, self._result
+        steps.total.completed += 1
+        steps.current.completed += 1
+        return {} if result is None or result.loss is None else result.asdict()
 
     def run_schedule(
         self, hooks: Hooks, arguments: tuple[Any, ...], batch_idx: int, ends_window: bool

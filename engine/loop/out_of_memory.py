@@ -13,6 +13,7 @@ Weights and optimizer state don't change before 2, so they need no copies.
 
 import gc
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from ..devices import module_of, peak_bytes
 from ..distributed.buckets import local_part
 from ..distributed.object_group import WORLD
 from ..strategies import adapt
-from ..strategies.step_guard import StepSnapshot
+from .step_start import StepStart
 
 __all__ = ["OutOfMemory", "RetryStep", "held_bytes", "model_state_bytes"]
 
@@ -52,7 +53,7 @@ class OutOfMemory:
         self.next_size: int | None = None
         """The size of micro-batches that the user has set for the next step; None if it stays."""
         self._error: BaseException | None = None
-        self._snapshot: StepSnapshot | None = None
+        self._start: StepStart | None = None
 
     def check_may_repeat(self, fetcher: Any) -> None:
         """Checks that the steps of an epoch can be repeated.
@@ -73,16 +74,10 @@ class OutOfMemory:
 
     def begin_step(self, loop: Any) -> None:
         """Notes the state that a step changes."""
-        trainer = self._trainer
         self.has_failed = False
-        loop.automatic_optimization.loss_weighting.reset()
-        self._snapshot = StepSnapshot(trainer.lightning_module, loop._results)
-        connector, progress = trainer._logger_connector, loop.batch_progress
-        self._first_loop_iter = connector._first_loop_iter
-        self._num_ready = progress.total.ready, progress.current.ready
-        self._optim_progress = loop.automatic_optimization.optim_progress.state_dict()
+        self._start = StepStart(self._trainer, loop)
         if self.next_size is not None:
-            self._resplit(loop, self.next_size)
+            self._start.divide(partial(self._resplit, self.next_size))
             self.next_size = None
 
     def begin_micro_batch(self) -> None:
@@ -129,7 +124,7 @@ class OutOfMemory:
         if any(WORLD.all_gather_bools(self.has_failed)):
             raise RetryStep
 
-    def repeat(self, loop: Any) -> None:
+    def repeat(self) -> None:
         """Restores the state at the beginning of the step, with smaller micro-batches.
 
         Raises:
@@ -137,11 +132,10 @@ class OutOfMemory:
         """
         trainer = self._trainer
         failed_ranks = [rank for rank, failed in enumerate(WORLD.all_gather_bools(self.has_failed)) if failed]
-        data, module = trainer._data_connector, trainer.lightning_module
-        largest = data.sizes.largest
+        module = trainer.lightning_module
+        largest = trainer._data_connector.sizes.largest
         if largest == 1:
             raise torch.OutOfMemoryError(_message(trainer, failed_ranks)) from self._error
-        trainer._logger_connector.end_batch()
         module.zero_grad(set_to_none=True)
         if trainer.world_size > 1:
             trainer.strategy.begin_again()
@@ -152,24 +146,11 @@ class OutOfMemory:
             f" time: micro_batch_size={size}."
         )
         self.has_failed, self._error = False, None
-        self._resplit(loop, size)
-        assert self._snapshot is not None
-        self._snapshot.undo()  # at the end, since a loader's new iterator draws a seed
-        trainer._logger_connector._first_loop_iter = self._first_loop_iter
-        loop.automatic_optimization.optim_progress.load_state_dict(self._optim_progress)
+        assert self._start is not None
+        self._start.return_to(partial(self._resplit, size))
 
-    def _resplit(self, loop: Any, size: int) -> None:
-        """Splits the rest of the epoch, from the current step on, into micro-batches of at most `size` samples."""
-        total, current = self._num_ready
-        done = self._trainer._data_connector.data_position.resplit(current, size)
-        for tracker, value in (
-            (loop.batch_progress.total, total - current + done),
-            (loop.batch_progress.current, done),
-        ):
-            for field in vars(tracker):
-                setattr(tracker, field, value)
-        loop.batch_progress.is_last_batch = False
-        self._num_ready = total - current + done, done
+    def _resplit(self, size: int, done: int) -> int:
+        return self._trainer._data_connector.data_position.resplit(done, size)
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

@@ -39,6 +39,7 @@ from .metrics import agreed_value
 from .optimization import AutomaticOptimization, ManualOptimization
 from .out_of_memory import OutOfMemory, RetryStep
 from .own_state import OwnState
+from .rank_loss import RankLoss
 
 __all__ = ["TrainingEpochLoop"]
 
@@ -49,6 +50,8 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
     automatic_optimization: AutomaticOptimization
     manual_optimization: ManualOptimization
     first_steps: FirstSteps
+    rank_loss: RankLoss | None = None
+    """Goes on without ranks that are lost in a step; None: their loss ends the run."""
     averaged_gradients: AveragedGradients | None = None
     """Checks the gradients of a run in which each rank steps with averages of whole gradients; None in other runs."""
     data_wait_s = 0.0
@@ -86,6 +89,8 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
     def _run(self, data_fetcher: _DataFetcher) -> None:
         if self.automatic_optimization.out_of_memory is not None:
             self.automatic_optimization.out_of_memory.check_may_repeat(data_fetcher)
+        if self.rank_loss is not None:
+            self.rank_loss.begin_epoch(data_fetcher)
         self.reset()
         self.on_run_start(data_fetcher)
         trainer: Any = self.trainer
@@ -196,6 +201,22 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
         # Lightning: zero batches count as a multiple of val_check_interval, so the validation loaders would draw.
         return self.batch_progress.current.ready == 0 and self.trainer._checkpoint_connector.run_state.place.is_known  # type: ignore[attr-defined]
 
+    def leave_comparisons(self) -> None:
+        """Ends comparisons of the first steps when a rank is lost: the others may be at different steps."""
+        if self.averaged_gradients is not None:
+            self.averaged_gradients.close()
+            self.averaged_gradients = None
+        self.first_steps.is_due = self.own_state.is_first_step_due = False
+
+    def begin_again(self) -> None:
+        """Looks up what depends on the ranks, of which fewer are left, before the first batch of a step."""
+        self.automatic_optimization.begin_epoch()
+        self._begin_optimization()
+
+    def count_batches_at_step(self, num_batches: int) -> None:
+        """Sets the number of this epoch's batches until the last step, which were divided anew."""
+        self._batches_at_step = num_batches
+
     def _mark_step(self, num_steps: int) -> None:
         self._batches_at_step, self._marked_step = self.batch_progress.current.ready, num_steps
         if self.trainer.accumulate_grad_batches > 1:
@@ -249,6 +270,8 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
         if self.averaged_gradients is not None:
             self.averaged_gradients.close()
             self.averaged_gradients = None
+        if self.rank_loss is not None:
+            self.rank_loss.end_run()
         self.automatic_optimization.end_run()
         end_averages(self.trainer)
         super().teardown()
@@ -305,6 +328,7 @@ class _Epoch:
         )
         self._steps: Any = progress.total
         self._out_of_memory: OutOfMemory | None = loop.automatic_optimization.out_of_memory
+        self._repeats_steps: OutOfMemory | RankLoss | None = self._out_of_memory or loop.rank_loss
         self._precision: Any = trainer.precision_plugin
         self._precision.hooks = self._hooks
 
@@ -369,10 +393,10 @@ class _Epoch:
         trainer, loop, fetcher = self._trainer, self._loop, self._fetcher
         progress: Any = loop.batch_progress
         total, current = progress.total, progress.current
-        batch_idx = current.ready
         out_of_memory = self._out_of_memory
-        if out_of_memory is not None and batch_idx % trainer.accumulate_grad_batches == 0:
-            out_of_memory.begin_step(loop)
+        if self._repeats_steps is not None and current.ready % trainer.accumulate_grad_batches == 0:
+            self._repeats_steps.begin_step(loop)
+        batch_idx = current.ready
 
         self._heartbeat.phase = "fetch"
         try:
@@ -398,15 +422,27 @@ class _Epoch:
         current.ready += 1
         self._connector.begin_batch(loop._results, batch)
 
+        failure = None
         try:
             outputs = self._optimize(batch, batch_idx, kwargs)
         except RetryStep:
-            self._retry_step()
+            assert out_of_memory is not None
+            out_of_memory.repeat()
+            self._log_anew()
             return True
+        except RuntimeError as error:
+            if loop.rank_loss is None or not loop.rank_loss.is_cause_of(error):
+                raise
+            failure = error.with_traceback(None)  # its frames would keep the process group
         except StopIteration as stop:
             if self._reads_itself and is_end_of_data(stop):
                 return False
             raise
+        if failure is not None:
+            if not loop.rank_loss.recover(loop, failure):
+                self._log_anew()
+                return True
+            outputs = loop.automatic_optimization.end_step_of_others()
         self._heartbeat.phase = "batch"
         total.processed += 1
         current.processed += 1
@@ -490,12 +526,11 @@ class _Epoch:
                 " data set."
             )
 
-    def _retry_step(self) -> None:
-        trainer, module = self._trainer, self._trainer.lightning_module
-        assert self._out_of_memory is not None
-        self._out_of_memory.repeat(self._loop)
+    def _log_anew(self) -> None:
+        """Has the module log the values of a step that is made again."""
+        module = self._trainer.lightning_module
         detach_log(module)  # it refers to logged values that were dropped
-        attach_log(module, trainer._logger_connector)
+        attach_log(module, self._trainer._logger_connector)
 
     def _end_batch(self, outputs: Any, batch: Any, batch_idx: int) -> bool:
         """Ends a batch: schedulers, `on_train_batch_end`, logging, and the work after it; returns as `advance` does."""

@@ -53,6 +53,7 @@ __all__ = [
     "TOLD",
     "Wakeup",
     "delay_the_kill",
+    "is_of_connection",
     "print_rank",
     "report_failure",
     "watch_parent",
@@ -129,6 +130,11 @@ _NUMBER = f"{FIRST_FAILURE}/number"
 """Counter of the ranks that have published their tracebacks."""
 _LOST = re.compile("onnection (closed|reset|was|refused)|[Bb]roken pipe|[Tt]im(ed|e) ?out|[Rr]emote process|aborted")
 """Matches the messages of errors that the end of another rank causes."""
+
+
+def is_of_connection(error: BaseException) -> bool:
+    """Whether the end of another rank may have raised an error."""
+    return isinstance(error, RuntimeError) and _LOST.search(str(error)) is not None
 
 
 def report_failure(

@@ -47,12 +47,14 @@ __all__ = [
     "current_job",
     "has_ended",
     "in_words",
+    "listen",
     "meeting_endpoint",
     "missing_ranks",
     "name_of_start",
     "open_store",
     "process_key",
     "reach",
+    "serve",
     "this_process",
     "wait_for_all",
     "wait_for_ends",
@@ -459,23 +461,23 @@ def _failed_by_rank_0(ranks: RankRegistry, deadline: float) -> list[int]:
     return []
 
 
-def open_store(address: str, port: int, rank: int, timeout: timedelta, *, is_local: bool) -> dist.Store:
-    """Opens the store that rank 0 hosts; the n-th calls of all ranks get the same prefix of it.
+def open_store(address: str, port: int, timeout: timedelta, *, hosts: bool, is_local: bool) -> dist.Store:
+    """Opens the store that rank 0, or its launcher, hosts; the n-th calls of all ranks get the same prefix of it.
 
     Args:
-        address: address of rank 0's machine.
-        port: the port on which rank 0 listens.
-        rank: this rank.
-        timeout: the longest time to wait for rank 0.
-        is_local: all ranks are on this machine; rank 0 listens on `address` alone.
+        address: address of the host's machine.
+        port: the port on which the host listens.
+        timeout: the longest time to wait for the host.
+        hosts: whether this process is the host.
+        is_local: all ranks are on this machine; the host listens on `address` alone.
 
     Raises:
-        torch.distributed.DistNetworkError: the port is taken, or rank 0 has not opened the store in time.
+        torch.distributed.DistNetworkError: the port is taken, or the host has not opened the store in time.
     """
     endpoint = address, port
     if endpoint not in _servers:
         _endpoint[:] = [f"{address}:{port}"]
-        _servers[endpoint] = _server(address, port, timeout, is_local) if rank == 0 else reach(address, port, timeout)
+        _servers[endpoint] = _server(address, port, timeout, is_local) if hosts else reach(address, port, timeout)
     number = _num_opened[endpoint] = _num_opened.get(endpoint, -1) + 1
     return dist.PrefixStore(f"meeting/{number}", _servers[endpoint])
 
@@ -497,14 +499,29 @@ def _server(address: str, port: int, timeout: timedelta, is_local: bool) -> dist
     options: dict[str, Any] = {"is_master": True, "wait_for_workers": False, "timeout": timeout}
     if is_local:
         # torch's own server listens on all interfaces, whatever its address.
-        try:
-            family, _, _, _, address_info = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-            options["master_listen_fd"] = socket.create_server((address_info[0], port), family=family).detach()
-        except OSError as error:
-            place = f"{address}:{port} (MASTER_ADDR and MASTER_PORT)"
-            raise dist.DistNetworkError(f"rank 0 can't listen on {place}, for the others: {error}") from None
+        options["master_listen_fd"] = listen(address, port).detach()
     # torch connects to its own server, too, for which this machine need not know the name by which others reach it.
     return dist.TCPStore(address if is_local else "127.0.0.1", port, **options)
+
+
+def listen(address: str, port: int) -> socket.socket:
+    """Returns a socket that listens for the ranks of this machine.
+
+    Raises:
+        torch.distributed.DistNetworkError: the port is taken.
+    """
+    try:
+        family, _, _, _, address_info = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server((address_info[0], port), family=family)
+    except OSError as error:
+        place = f"{address}:{port} (MASTER_ADDR and MASTER_PORT)"
+        raise dist.DistNetworkError(f"rank 0 can't listen on {place}, for the others: {error}") from None
+
+
+def serve(listening: socket.socket) -> Any:
+    """Returns a store that answers the ranks of this machine, as long as it is referred to."""
+    port = listening.getsockname()[1]
+    return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
 
 
 def meeting_endpoint() -> str:

@@ -206,6 +206,11 @@ class SignalConnector(_SignalConnector):  # Lightning: Trainer._signal_connector
         strategy = adapt(self.trainer.strategy)
         return StopConsensus(signed_store, dist.get_rank(), dist.get_world_size(), lambda: strategy.lost_ranks)
 
+    def meet_again(self) -> None:
+        """Called when ranks were lost, and the others have met again: a request that is not agreed on is made again."""
+        self._agreement = self._agreement_on(f"stop/{self._num_runs}")
+        self._snapshot_agreement = self._agreement_on(f"snapshot/{self._num_runs}/{self._num_snapshots}")
+
     def request_snapshot(self) -> None:
         """Makes all ranks save after the same step."""
         self._snapshot_requested = True
@@ -309,11 +314,19 @@ class Steering:
         self._is_asked = self._is_agreed = False
         self._keeps_step = adapt(self._trainer.strategy).capabilities.keeps_step
         if self._trainer.world_size > 1 and dist.is_available() and dist.is_initialized():
+            self.meet_again()
+        else:
+            self._begin_consensus()
+        self.compare()
+
+    def meet_again(self) -> None:
+        """Called when ranks were lost, and the others have met again; what was not agreed on by then is asked again."""
+        self._store = None
+        if dist.get_world_size() > 1:
             # torch: the store of the default process group, which has no public name.
             store = dist.distributed_c10d._get_default_store()
             self._store = SignedStore(dist.PrefixStore(f"polyphase/steering/{self._num_runs}", store), dist.get_rank())
         self._begin_consensus()
-        self.compare()
 
     def end_run(self) -> None:
         """Called when training ends."""

@@ -299,8 +299,17 @@ class Watchdog:
             return
         if ended and self._continue_without(ended):
             peers.forget(ended)
-        elif ended:
+        elif ended and not self._strategy.survives_losses:  # else the trainer's thread learns of it, in a collective
             self._end("death", DIED, ended)
+
+    def meet_again(self, num_ranks: int) -> None:
+        """Watches the ranks that are left, which have met in another store; called by the trainer's thread."""
+        self._run += "+"
+        job = current_job()
+        assert job is not None
+        peers = RankRegistry(self._run, job)
+        peers.job.line.patience_s, peers.job.line.gives_up = self._silence_s, self._gives_up
+        self.peers, self.world_size = peers, num_ranks
 
     def _check_other_hosts(self, peers: RankRegistry) -> bool:
         """Continues without lost ranks of other machines, or ends the run; returns whether a rank has no heartbeat."""

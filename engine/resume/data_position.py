@@ -368,6 +368,25 @@ class DataPosition:
         fetcher._stop_profiler = trainer.fit_loop.epoch_loop._on_after_fetch
         return done
 
+    def deal_again(self, done: int) -> int:
+        """Deals the rest of the epoch to the ranks that are left, between two optimizer steps.
+
+        Args:
+            done: number of micro-batches of the epoch that are done.
+
+        Returns:
+            The number of micro-batches that hold as many samples, as they are cut for the ranks that are left.
+        """
+        loader = self.sizes.loader
+        assert loader is not None
+        batches: Any = loader.batch_sampler
+        ranks = self.trainer.distributed_sampler_kwargs
+        order, position = batches.sampler, self._resumed_positions.get(loader)
+        order.num_replicas, order.rank = ranks["num_replicas"], ranks["rank"]
+        if position is not None:
+            position.world_size = order.num_replicas
+        return self.resplit(done, batches.batch_size)
+
     def restart_loaders(self) -> None:
         """Resets the loaders before an epoch's second iterator is made: workers may have read ahead for the first."""
         combined = self.trainer.fit_loop._combined_loader
@@ -550,6 +569,13 @@ class _DataDraws:
     def mark_step(self) -> None:
         """Notes the present states; called before the first batch of a window, which a resumed run repeats."""
         self._at_step = self._present()
+
+    def return_to_step(self) -> None:
+        """Sets the states that `mark_step` has noted again: the step is made again."""
+        combined = self.trainer.fit_loop._combined_loader  # Lightning: see `_present`
+        for loader, states in zip(combined.flattened, self._at_step or (), strict=True):
+            if states:
+                set_own_states(loader.dataset, states)
 
     def states(self) -> list[dict[str, Any]]:
         """Returns, for each loader, the states of the generators of its data set, by name."""

@@ -132,6 +132,12 @@ class RunHistory:
         self._index = self._index or FolderIndex(self._folder)
         self._index.write((entry.path, entry.manifest) for entry in self._entries if entry.manifest is not None)
 
+    def take_over(self) -> None:
+        """Reads as the new rank 0, after the loss of the former one, what that one knew of the run's folder."""
+        if self._folder is not None and self._ledger is None and self._trainer.is_global_zero:
+            self._record = self._look(opens_all=False).record
+            self._ledger = _Ledger(self.run, self._entries)
+
     def set_aside(self, paths: list[str]) -> None:
         """Renames damaged checkpoints, which then count no longer; called by all ranks, before `begin`."""
         if not self._trainer.is_global_zero:

@@ -46,6 +46,7 @@ class DDP(DistributedStrategy, CommHookMixin, DDPStrategy):
         averages_whole_gradients=True,
         unsupported_counting=None,
         unsupported_repeat=None,
+        unsupported_rank_loss=None,
     )
 
     def __init__(self, options: DDPOptions, launcher: str = "", comm_hook: CommHook | None = None) -> None:
@@ -54,7 +55,10 @@ class DDP(DistributedStrategy, CommHookMixin, DDPStrategy):
         self.launcher_suffix = launcher
         self.comm_hook = comm_hook
         if options.static_graph:
-            self.capabilities = dataclasses.replace(self.capabilities, unsupported_repeat="ddp:static_graph=true")
+            why_not = "ddp:static_graph=true"
+            self.capabilities = dataclasses.replace(
+                self.capabilities, unsupported_repeat=why_not, unsupported_rank_loss="has static_graph=true"
+            )
         self._counted: AllReduceHook | None = None
         self._checks_unused = self._has_run_backward = self._backward_is_checked = False
         self._finds_unused = options.find_unused_parameters
@@ -287,6 +291,24 @@ class DDP(DistributedStrategy, CommHookMixin, DDPStrategy):
         assert isinstance(self.model, DistributedDataParallel)
         self.model._has_rebuilt_buckets = False
         self.model.reducer._reset_state()
+
+    def leave_groups(self) -> None:
+        """See `EngineStrategy`; the wrapper waits for `regroup` without its reducer, which refers to the group."""
+        assert isinstance(self.model, DistributedDataParallel)
+        assert self.lightning_module is not None
+        self._order_to_begin_with = self.shared_state().get("bucket_order", self._order_to_begin_with)
+        groups = [vars(self.model).get("process_group")]
+        self.lightning_module.zero_grad(set_to_none=True)  # they may lie in the reducer's buckets
+        for name in ("logger", "reducer", "process_group"):
+            vars(self.model).pop(name, None)
+        super().leave_groups()
+        del groups
+
+    def regroup(self, devices: Sequence[Any], rank: int, store: dist.Store) -> None:
+        """See `EngineStrategy`; the buckets keep their order."""
+        super().regroup(devices, rank, store)
+        self._wrap_again()
+        self._order_to_begin_with = None
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:

@@ -1,8 +1,9 @@
 """The base of all multi-process strategies: their layout, the samples of each rank, and the process groups."""
 
 import dataclasses
+import gc
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -22,7 +23,13 @@ from ..checkpoint import get_random_state, host_state, set_random_state
 from ..contract import Capabilities, EngineStrategy
 from ..devices import module_of
 from ..distributed.buckets import copy, flatten, in_buckets, unflatten
-from ..distributed.environment import is_elastic, listen_on_loopback, listen_towards, place_on_one_machine
+from ..distributed.environment import (
+    is_elastic,
+    listen_on_loopback,
+    listen_towards,
+    place_on_one_machine,
+    set_local_rank,
+)
 from ..distributed.fillers import leave_out_fillers
 from ..distributed.object_group import WORLD, ObjectGroup
 from ..flags import Layout
@@ -106,6 +113,9 @@ class SideSum:
 # batch, so one that runs a filler counts for nothing.
 #
 # Statistics of torch's norms are left out: `sync_batchnorm=True` has them computed over all ranks.
+
+_MEETING_AGAIN = timedelta(seconds=15)
+"""The longest time to connect ranks that wait for each other already: another one may end meanwhile."""
 
 _BUCKET_MB = 25.0
 """As DDP's buckets."""
@@ -198,7 +208,11 @@ class DistributedStrategy(EngineStrategy):
     fit are an error before any process starts.
     """
 
-    capabilities = Capabilities(engine_checkpoints=True, replicas_stay_equal=True)
+    capabilities = Capabilities(
+        engine_checkpoints=True,
+        replicas_stay_equal=True,
+        unsupported_rank_loss="divides the module, or its state, over the ranks",
+    )
     launcher_suffix: str = ""
     data_group: Any = None
     """Process group of the ranks with different samples that includes this rank; None: all ranks."""
@@ -401,7 +415,35 @@ class DistributedStrategy(EngineStrategy):
             store = reach(address, port, timeout)
             return dist.PrefixStore(name_of_start(store, rank, world_size, timeout), store)
         meeting_address = place_on_one_machine(environment) if strategy.num_nodes == 1 else None
-        return open_store(meeting_address or address, port, rank, timeout, is_local=meeting_address is not None)
+        hosts = rank == 0 and not self.survives_losses  # then the launcher's process does
+        return open_store(meeting_address or address, port, timeout, hosts=hosts, is_local=meeting_address is not None)
+
+    def leave_groups(self) -> None:
+        """See `EngineStrategy`."""
+        if dist.is_initialized():
+            # torch: who drops the last reference ends the group, and waits for its threads; only Python's own way
+            # of doing so releases Python's lock meanwhile, for which such a thread may wait.
+            groups = list(dist.distributed_c10d._world.pg_map)
+            dist.destroy_process_group()
+            del groups
+            gc.collect()
+
+    def regroup(self, devices: Sequence[Any], rank: int, store: dist.Store) -> None:
+        """See `EngineStrategy`."""
+        strategy: Any = self
+        strategy.parallel_devices = list(devices)
+        self.layout = self.derive_layout(len(devices))
+        set_local_rank(rank)
+        strategy.set_world_ranks()
+        connect(store, rank, len(devices))
+        dist.init_process_group(
+            strategy._get_process_group_backend(),  # Lightning: see `_connect_ranks`
+            store=store,
+            rank=rank,
+            world_size=len(devices),
+            timeout=_MEETING_AGAIN,
+        )
+        dist.group.WORLD.set_timeout(strategy._timeout or default_pg_timeout)  # type: ignore[union-attr]
 
     def derive_layout(self, world_size: int) -> Layout:
         """Returns the layout of `world_size` processes.

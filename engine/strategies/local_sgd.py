@@ -54,6 +54,7 @@ class LocalSGD(DDP):
         # A checkpoint has rank 0's optimizer state in the usual place; that of the other ranks is in `state_of_rank`.
         optimizer_state_partitioned=True,
         steps_alone=True,
+        unsupported_rank_loss="lets ranks train apart, so that each has weights of its own",
     )
 
     def __init__(self, options: LocalSGDOptions, launcher: str = "", comm_hook: CommHook | None = None) -> None:

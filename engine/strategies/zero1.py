@@ -80,7 +80,11 @@ class _Bucket(NamedTuple):
 class Zero1(DDP):
     """`ddp` in which each rank has the optimizer's state of its own share of the parameters."""
 
-    capabilities = dataclasses.replace(DDP.capabilities, optimizer_state_partitioned=True)
+    capabilities = dataclasses.replace(
+        DDP.capabilities,
+        optimizer_state_partitioned=True,
+        unsupported_rank_loss="divides the optimizer's state over the ranks",
+    )
 
     def __init__(self, options: DDPOptions, launcher: str = "", comm_hook: CommHook | None = None) -> None:
         super().__init__(options, launcher, comm_hook)

@@ -348,6 +348,7 @@ class PS(DistributedStrategy, DDPStrategy):
             keeps_step=self.options.staleness == 0 and not any(map(self.can_lose, range(self.layout.world_size))),
             unsupported_counting="pushes and pulls by remote calls",
             unsupported_repeat="PS",
+            unsupported_rank_loss="goes on without a worker by itself, in its own way",
         )
 
     @property

@@ -1,0 +1,445 @@
+"""`on_rank_loss="continue"`: training goes on in the same processes when a signal has ended the process of a rank.
+
+It is a resumption with fewer ranks, from memory. A collective of the step raises on the ranks that are left; they
+
+1. end their process groups, so that the ranks raise as well that wait for one of them rather than for the lost one;
+2. say in the job's store, which is in the launcher's process, how many steps they have made. The first of them decides
+   who is left, once each rank has either spoken or ended; one that does neither in time is killed;
+3. meet under a new generation: another prefix in the store, other numbers of the ranks, a new process group, the same
+   `DistributedDataParallel` with a new reducer. If another rank ends meanwhile, all of this begins again;
+4. give the state after the step to those that lost it in its last all-reduce, if some had received all of the averages;
+5. return to the beginning of the step otherwise (`step_start.py`), and divide its samples, and all that follow, among
+   themselves: the global batch stays, and micro-batches are accumulated instead.
+
+A rank that is not left has no way back: it has been killed, or ends when it reads the decision. Losses outside of a
+training step, as in a validation or a save, end the run, as all losses do without the flag.
+
+Blocks in 2 to 4 only. Without a loss, each step copies the module's buffers and random state, and sends nothing.
+"""
+
+import inspect
+import logging
+import math
+import os
+import signal
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ProgressBar
+from torch import Tensor
+
+from .._compat.lightning import _DataLoaderIterDataFetcher
+from ..config import EngineConfig
+from ..distributed.job_store import Fields, JobStore
+from ..errors import RefusedError
+from ..reliability.failure import is_of_connection, print_rank
+from ..reliability.rendezvous import RankRegistry, current_job, in_words
+from ..strategies import adapt, capabilities_of
+from ..strategies.step_guard import needs_closure
+from .step_start import StepStart
+
+__all__ = ["LostRanks", "RankLoss", "RankLossError", "check_may_lose_ranks", "check_module_may_lose_ranks"]
+
+log = logging.getLogger("polyphase.engine")
+
+_NOTICE_S = 3.0
+"""The longest time after a failed collective until a rank's process is seen to have ended; otherwise it is no loss."""
+_ANSWER_S = 300.0
+"""The longest time for a rank to say where it is: it raises at the end of its micro-batch. Then it is killed. It is at
+most half of `hang_timeout_s`, after which those that wait for it would count as hung."""
+_TICK_S = 0.005
+_MOST_LOSSES, _WITHIN_S = 3, 600.0
+"""More losses than this in that time are no accident: a step that needs too much memory would kill one rank after the
+other, each time with larger shares."""
+
+_WORD: Fields = {"steps": int, "altered": bool}
+_DECISION: Fields = {"by": int, "ranks": list, "steps": int, "source": int, "ends": str}
+
+
+class LostRanks(NamedTuple):
+    """A loss, after which training has gone on."""
+
+    ranks: list[int]
+    """The lost ranks, by the numbers that they had when the run began."""
+    step: int
+    """The number of optimizer steps that the run had made."""
+    num_left: int
+    duration_s: float
+    """From the failed collective until training went on."""
+
+    def __str__(self) -> str:
+        return (
+            f"{in_words(self.ranks)} lost after step {self.step}, {self.num_left} left: went on after"
+            f" {self.duration_s:.2f} s"
+        )
+
+
+class RankLossError(RuntimeError):
+    """The run can't go on without the lost rank."""
+
+
+class _LostAgainError(Exception):
+    """Another rank has ended while the others met."""
+
+
+# --- what is refused
+
+
+def check_may_lose_ranks(trainer: Any, config: EngineConfig) -> None:
+    """Checks, before any process starts, that training can go on without a rank.
+
+    Raises:
+        ValueError: the flags, or the strategy, can't; the message says why, and what does the same by a restart.
+    """
+    strategy = adapt(trainer.strategy)
+    why_not = _why_not_strategy(trainer, strategy) or _why_not_flags(config, strategy)
+    if why_not is not None:
+        raise ValueError(_refusal(*why_not))
+    strategy.survives_losses = True
+
+
+def _refusal(reason: str, remedy: str) -> str:
+    return (
+        f"on_rank_loss='continue' can't go on in the same processes here: {reason}. {remedy}, or leave the flag out and"
+        " restart the run from its Snapshot with resume='auto'."
+    )
+
+
+_CHOOSE = "Choose strategy 'ddp_spawn' or 'ddp_fork'"
+
+
+def _why_not_strategy(trainer: Any, strategy: Any) -> tuple[str, str] | None:
+    if trainer.world_size == 1:
+        return "one process has no other to go on with", "Give several devices"
+    if (clause := capabilities_of(trainer.strategy).unsupported_rank_loss) is not None:
+        return f"strategy {strategy!r} {clause}", _CHOOSE
+    if not strategy.launcher.outlives_ranks:
+        return (
+            f"the store of the job that strategy {strategy!r} starts, or that torchrun or a cluster has started, is in"
+            " the process of rank 0, and would be lost with it",
+            _CHOOSE,
+        )
+    if trainer.num_nodes > 1:
+        return f"num_nodes={trainer.num_nodes}, and it regroups the ranks of one machine", "Give one node"
+    if type(strategy.cluster_environment) is not LightningEnvironment:
+        name = type(strategy.cluster_environment).__name__
+        return f"the ranks have the numbers that {name} has given them", "Leave that plugin out"
+    if strategy.root_device.type != "cpu":
+        kind = strategy.root_device.type
+        return f"the communicators of {kind!r} devices were not tried", "Give accelerator='cpu'"
+    return None
+
+
+def _why_not_flags(config: EngineConfig, strategy: Any) -> tuple[str, str] | None:
+    if config.global_batch_size is None:
+        return (
+            "the samples of a step are those of the ranks together, and would be fewer",
+            "Give global_batch_size, which fewer ranks keep",
+        )
+    others = {
+        "micro_batch_size": config.micro_batch_size == "auto",
+        "compression": config.compression != "none",
+        "nonfinite": config.nonfinite in ("error", "skip"),
+        "sync_batchnorm": config.sync_batchnorm,
+        "compile": bool(config.compile),
+        "overfit_batches": bool(config.overfit_batches),
+        "reload_dataloaders_every_n_epochs": bool(config.reload_dataloaders_every_n_epochs),
+    }
+    for name, is_set in others.items():
+        if is_set:
+            value = getattr(config, name)
+            return f"{name}={value!r} keeps a part of a step that a lost rank would take along", f"Leave {name} out"
+    if strategy.averages_buffers:
+        return "average_buffers=true changes the module after the step was made", "Leave that option out"
+    return None
+
+
+def check_module_may_lose_ranks(module: LightningModule) -> None:
+    """Checks, before any process starts, that a step of `module` can be made again.
+
+    Raises:
+        RefusedError: it steps, or reads its batches, by itself.
+    """
+    if not module.automatic_optimization:
+        raise RefusedError(
+            _refusal("manual optimization may step in the middle of a batch", "Use automatic optimization")
+        )
+    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
+        raise RefusedError(
+            _refusal("`training_step` reads its batches itself, by `dataloader_iter`", "Take batches as its argument")
+        )
+
+
+# --- a run
+
+
+class RankLoss:
+    """Takes a run on after the loss of ranks; one for each rank.
+
+    Args:
+        trainer: the trainer of the run.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer: Any = trainer
+        self.events: list[LostRanks] = []
+        """The losses of this run."""
+        self.watchdog: Any = None
+        """The watchdog of the run."""
+        self._registry: RankRegistry | None = None
+        """All ranks of the beginning, by the numbers that they had then, as all of `_members` and `_me`."""
+        self._members: list[int] = []
+        self._me = 0
+        self._devices: list[Any] = []
+        self._generation = 0
+        self._start: StepStart | None = None
+        self._versions: list[int] = []
+        self._is_to_deal = False
+        self._times_s: list[float] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copied trainer takes part in no run.
+        return {**vars(RankLoss(self._trainer))}
+
+    def begin_epoch(self, fetcher: Any) -> None:
+        """Looks up the processes of all ranks, in the first epoch.
+
+        Raises:
+            ValueError: the steps of the run can't be made again.
+        """
+        if self._registry is not None:
+            return
+        trainer = self._trainer
+        if trainer._data_connector.sizes.loader is None or isinstance(fetcher, _DataLoaderIterDataFetcher):
+            raise ValueError(_refusal("the training data is not one DataLoader", "Give one DataLoader"))
+        whole = next((o for o in trainer.optimizers if needs_closure(o)), None)
+        if whole is not None:
+            reason = f"{type(whole).__name__} changes the weights several times within a step"
+            raise ValueError(_refusal(reason, "Choose another optimizer"))
+        job = current_job()
+        assert job is not None
+        self._me, self._members, self.events = job.rank, list(range(job.num_ranks)), []
+        self._devices = trainer.strategy.parallel_devices
+        self._registry = RankRegistry("losses", job)
+        self._registry.look_for_all()
+
+    def end_run(self) -> None:
+        """Forgets what belongs to one run."""
+        self._registry = self._start = None
+
+    def begin_step(self, loop: Any) -> None:
+        """Notes the state that a step changes; called before the first batch of each step."""
+        self._start = StepStart(self._trainer, loop)
+        if self._is_to_deal:
+            self._start.divide(self._deal)
+            self._start = StepStart(self._trainer, loop)
+        self._trainer._data_connector.data_position.draws.mark_step()
+        self._versions = self._present_versions()
+
+    def _present_versions(self) -> list[int]:
+        # torch: each change of a tensor in place counts; the weights of a step that is made again must be as before.
+        return [parameter._version for parameter in self._trainer.lightning_module.parameters()]
+
+    def _deal(self, done: int) -> int:
+        self._is_to_deal = False
+        self._trainer.fit_loop.epoch_loop.begin_again()
+        return self._trainer._data_connector.data_position.deal_again(done)
+
+    # --- a loss
+
+    def is_cause_of(self, error: BaseException) -> bool:
+        """Whether a step has failed because the process of another rank has ended."""
+        if self._registry is None or self._start is None or not is_of_connection(error):
+            return False
+        deadline = time.monotonic() + _NOTICE_S
+        while time.monotonic() < deadline and not self._has_failed():
+            if self._lost():
+                return True
+            time.sleep(_TICK_S)
+        return False
+
+    def _lost(self) -> list[int]:
+        assert self._registry is not None
+        return [rank for rank in self._members if rank != self._me and self._registry.has_ended(rank)]
+
+    def _has_failed(self) -> bool:
+        """Whether a failure is recorded, which ends the run: an exception on another rank, say."""
+        job = current_job()
+        return job is not None and job.first_failure() is not None
+
+    def recover(self, loop: Any, error: BaseException) -> bool:
+        """Goes on with the ranks that are left; returns whether others had made the step that has failed here.
+
+        If not, the loop is at the beginning of that step.
+
+        Raises:
+            RankLossError: the run can't go on.
+        """
+        began_s = time.monotonic()
+        trainer, strategy = self._trainer, adapt(self._trainer.strategy)
+        with trainer.heartbeat.within("regroup"):
+            before, was_zero, is_made = list(self._members), trainer.is_global_zero, False
+            steps = loop.automatic_optimization.optim_progress.optimizer.step.total.completed
+            while True:
+                strategy.leave_groups()
+                trainer._checkpoint_connector.saver.leave_groups()
+                decision = self._decide(steps + is_made, error)
+                try:
+                    self._meet(decision["ranks"])
+                    is_made |= self._share_step(decision, steps + is_made, loop)
+                except (_LostAgainError, RuntimeError) as again:
+                    if not (isinstance(again, _LostAgainError) or self.is_cause_of(again)):
+                        raise
+                    error = again.with_traceback(None)
+                else:
+                    break
+            self._take_over(loop, is_new_zero=trainer.is_global_zero and not was_zero)
+            self._is_to_deal = True
+            if not is_made:
+                assert self._start is not None
+                self._start.return_to(self._deal)
+                trainer._data_connector.data_position.draws.return_to_step()
+            lost = [rank for rank in before if rank not in self._members]
+            event = LostRanks(lost, decision["steps"], len(self._members), time.monotonic() - began_s)
+            self.events.append(event)
+            if trainer.is_global_zero:
+                log.warning(
+                    "%s. They share the samples of that step, and of all that follow. What the lost rank alone has"
+                    " logged in this epoch is left out of the epoch's values.",
+                    event,
+                )
+            for owner in (*trainer.callbacks, trainer.lightning_module):
+                if (on_rank_loss := getattr(owner, "on_rank_loss", None)) is not None:
+                    arguments = () if owner is trainer.lightning_module else (trainer, trainer.lightning_module)
+                    on_rank_loss(*arguments, event)
+        return is_made
+
+    # --- who is left
+
+    def _decide(self, steps: int, error: BaseException) -> dict[str, Any]:
+        """Agrees with the other ranks on who is left, and on the last step that any of them has made."""
+        assert self._registry is not None
+        job, key = self._registry.job, f"polyphase/losses/{self._generation}"
+        altered = not self._is_to_deal and self._versions != self._present_versions() and not self._has_stepped(steps)
+        job.write(f"{key}/{self._me}", {"steps": steps, "altered": altered})
+        deadline = time.monotonic() + min(_ANSWER_S, (self._trainer.hang_timeout_s or math.inf) / 2)
+        while (decision := job.read(f"{key}/decision", _DECISION)) is None:
+            if self._has_failed():
+                raise error
+            lost = self._lost()
+            left = [rank for rank in self._members if rank not in lost]
+            if left[0] == self._me:
+                words = job.read_all([f"{key}/{rank}" for rank in left], _WORD)
+                if len(words) == len(left):
+                    by_rank = {rank: words[f"{key}/{rank}"] for rank in left}
+                    job.record_first(f"{key}/decision", self._verdict(by_rank, lost), _DECISION)
+                elif time.monotonic() > deadline:
+                    for rank in left:
+                        if f"{key}/{rank}" not in words:
+                            self._registry.kill(rank)
+            time.sleep(_TICK_S)
+        if self._me not in decision["ranks"]:
+            print_rank(self._me, f"ends: {in_words(decision['ranks'])} have gone on without it")
+            os.kill(os.getpid(), signal.SIGKILL)  # as the others believe; an exit code would end the run
+        if decision["ends"]:
+            raise RankLossError(decision["ends"]) from error
+        return decision
+
+    def _has_stepped(self, steps: int) -> bool:
+        return self._start is None or steps > self._start.num_steps
+
+    def _verdict(self, words: dict[int, dict[str, Any]], lost: list[int]) -> dict[str, Any]:
+        """Decides as the first of the ranks that are left, by what each of them has said."""
+        now = time.monotonic()
+        self._times_s = [time_s for time_s in self._times_s if now - time_s < _WITHIN_S] + [now]
+        most = max(word["steps"] for word in words.values())
+        ends = ""
+        if len(self._times_s) > _MOST_LOSSES:
+            ends = (
+                f"on_rank_loss='continue': {in_words(lost)} lost, the {len(self._times_s)}th loss within"
+                f" {_WITHIN_S / 60:.0f} minutes. Processes that are killed one after the other often need more memory"
+                " than there is: start again with resume='auto' when you know the cause."
+            )
+        elif altered := [rank for rank, word in words.items() if word["altered"]]:
+            ends = (
+                f"on_rank_loss='continue': {in_words(lost)} lost in a step in which {in_words(altered)} had changed"
+                " weights before the step was complete (a hook of backward, say), so it can't be made again. Start"
+                " again with resume='auto'."
+            )
+        source = next(rank for rank, word in words.items() if word["steps"] == most)
+        return {"by": self._me, "ranks": list(words), "steps": most, "source": source, "ends": ends}
+
+    def _meet(self, ranks: Sequence[int]) -> None:
+        """Connects the ranks that are left under a new generation.
+
+        Raises:
+            _LostAgainError: one of them has ended.
+        """
+        assert self._registry is not None
+        job: JobStore = self._registry.job
+        self._members, self._generation = list(ranks), self._generation + 1
+        here = [f"polyphase/losses/{self._generation}/here/{rank}" for rank in ranks]
+        rank = self._members.index(self._me)
+        job.write(here[rank], {})
+        while not job.has(*here):
+            if self._lost():
+                raise _LostAgainError
+            time.sleep(_TICK_S)
+        store = dist.PrefixStore(f"generation/{self._generation}", job.store.clone())
+        adapt(self._trainer.strategy).regroup([self._devices[member] for member in ranks], rank, store)
+        self.watchdog.meet_again(len(ranks))
+
+    def _share_step(self, decision: dict[str, Any], steps: int, loop: Any) -> bool:
+        """Gives the state after the last step that a rank has made to those that have not; returns whether to this."""
+        is_behind = steps < decision["steps"]
+        trainer = self._trainer
+        if not any(trainer.all_ranks.all_gather_bools(is_behind)):
+            return False
+        parameters: list[Tensor] = list(trainer.lightning_module.parameters())
+        own = [parameter.detach() for parameter in parameters], [o.state_dict()["state"] for o in trainer.optimizers]
+        values: list[Any] = [own]
+        dist.broadcast_object_list(values, group_src=self._members.index(decision["source"]))
+        loop.first_steps.close()  # the rates of a rank that has not stepped itself would differ
+        if not is_behind:
+            return False
+        weights, states = values[0]
+        for parameter, weight in zip(parameters, weights, strict=True):
+            parameter.detach().copy_(weight)
+        for optimizer, state in zip(trainer.optimizers, states, strict=True):
+            # The groups stay this rank's own: schedulers of this step have yet to change them.
+            optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+        return True
+
+    def _take_over(self, loop: Any, *, is_new_zero: bool) -> None:
+        """Has the parts of the trainer that know the ranks meet again, and takes the duties of rank 0."""
+        trainer, module = self._trainer, self._trainer.lightning_module
+        trainer.steering.meet_again()
+        trainer._signal_connector.meet_again()
+        loop.leave_comparisons()
+        loop.val_loop._combined_loader = None  # Lightning: the loaders of the next validation are made anew
+        if is_new_zero:
+            trainer.run_history.take_over()
+            for bar in trainer.callbacks:
+                if isinstance(bar, ProgressBar):
+                    bar.enable()
+                    bar.setup(trainer, module, "fit")
+                    bar.on_train_start(trainer, module)
+                    bar.on_train_epoch_start(trainer, module)
+
+    def explain(self, error: BaseException) -> None:
+        """Prints why training does not go on after a loss that was not within a step."""
+        if self._registry is None or isinstance(error, RankLossError) or not is_of_connection(error):
+            return
+        lost = self._lost()
+        left = [rank for rank in self._members if rank not in lost]
+        if lost and left[0] == self._me:
+            print_rank(
+                self._trainer.global_rank,
+                f"on_rank_loss='continue': {in_words(lost)} lost while this rank was in phase"
+                f" {self._trainer.heartbeat.phase!r}. Training goes on only after a loss within a step, so the run"
+                " ends; start it again with resume='auto'",
+            )
