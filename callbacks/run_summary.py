@@ -58,6 +58,7 @@ class RunSummary(Callback):
       memory on the CPU;
     - the best checkpoint and its value, the folders of logs and checkpoints, how to continue, and how to load the
       weights;
+    - each loss of ranks after which training has gone on, and how long that took;
     - with a `Doctor` among the callbacks, where the time went, and its most expensive cause.
 
     After Ctrl-C and SIGTERM it prints what was saved, and how to continue. The counts are sent once, when training is
@@ -144,7 +145,7 @@ class RunSummary(Callback):
             _say(*_stop_text(trainer, cause))
         elif exception is None and figures is not None:
             others = [line for c in trainer.callbacks if isinstance(c, Summarized) for line in c.summary()]
-            _say(*_end_text(trainer, self._end(trainer, figures)), *others)
+            _say(*_end_text(trainer, self._end(trainer, figures)), *others, *map(str, trainer.rank_losses))
 
     def _end(self, trainer: Any, figures: list[_Figures]) -> "_RunEnd":
         counts = [rank.num_samples for rank in figures]

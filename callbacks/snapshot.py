@@ -108,6 +108,10 @@ class Snapshot(Callback):
             rank_zero_info(f"Restored {path}, which was complete but not yet renamed")
         return release
 
+    def on_rank_loss(self, trainer: Any, pl_module: LightningModule, lost: Any) -> None:
+        """Locks the folder on the new rank 0, if the former one was lost; called by the engine on all ranks left."""
+        self._release = trainer.on_rank_zero(lambda: self._release or self._take(trainer))
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begins the first interval."""
         self._saved_at = time.monotonic()

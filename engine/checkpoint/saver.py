@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from ..devices import module_of
 from ..distributed.buckets import local_part
+from ..distributed.connections import noting_connections
 from ..distributed.object_group import SELF, ObjectGroup, num_ranks
 from ..distributed.waits import waiting
 from .checked_io import Files, resolve
@@ -310,7 +311,8 @@ class AsyncCheckpointer:
             return self.ranks
         if self._group_of is not dist.group.WORLD:
             self._group_of = dist.group.WORLD
-            self._group = ObjectGroup(dist.new_group(backend="gloo"))
+            with noting_connections(None):
+                self._group = ObjectGroup(dist.new_group(backend="gloo"))
         return self._group
 
     def _serialised(self, rest: dict[str, Any]) -> bytes:

@@ -184,7 +184,6 @@ class _Workers(mp.ProcessContext):
                 text += f"\n\nBefore that, process {index} had failed:\n{exception}"
             raise ProcessRaisedException(text, ended.error_index, ended.error_pid) from None
 
-
     def _no_results(self) -> ProcessExitedException:
         last = self._lost[-1]
         process = self.processes[last]

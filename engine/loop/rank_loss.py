@@ -21,9 +21,12 @@ import inspect
 import logging
 import math
 import os
+import select
 import signal
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -34,6 +37,7 @@ from torch import Tensor
 
 from .._compat.lightning import _DataLoaderIterDataFetcher
 from ..config import EngineConfig
+from ..distributed.connections import cut_connections
 from ..distributed.job_store import Fields, JobStore
 from ..errors import RefusedError
 from ..reliability.failure import is_of_connection, print_rank
@@ -52,6 +56,8 @@ _ANSWER_S = 300.0
 """The longest time for a rank to say where it is: it raises at the end of its micro-batch. Then it is killed. It is at
 most half of `hang_timeout_s`, after which those that wait for it would count as hung."""
 _TICK_S = 0.005
+_WATCH_MS = 500
+"""How long the thread that waits for ends of processes may take to see that the run is over."""
 _MOST_LOSSES, _WITHIN_S = 3, 600.0
 """More losses than this in that time are no accident: a step that needs too much memory would kill one rank after the
 other, each time with larger shares."""
@@ -200,10 +206,17 @@ class RankLoss:
         self._versions: list[int] = []
         self._is_to_deal = False
         self._times_s: list[float] = []
+        self._is_in_epoch = False
+        self._has_ended = threading.Event()
+        self._lock = threading.Lock()
+        """Held while connections are cut because of a lost rank, and while the members change."""
 
     def __getstate__(self) -> dict[str, Any]:
         # A copied trainer takes part in no run.
-        return {**vars(RankLoss(self._trainer))}
+        return {"_trainer": self._trainer}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["_trainer"])  # type: ignore[misc]
 
     def begin_epoch(self, fetcher: Any) -> None:
         """Looks up the processes of all ranks, in the first epoch.
@@ -227,8 +240,44 @@ class RankLoss:
         self._registry = RankRegistry("losses", job)
         self._registry.look_for_all()
 
+        self._has_ended.clear()
+        threading.Thread(target=self._watch, args=(self._registry,), name="polyphase-losses", daemon=True).start()
+
+    def _watch(self, registry: RankRegistry) -> None:
+        """Cuts this rank's connections when the process of another one has ended.
+
+        That one's connections may stay open for seconds, in the workers of its loaders.
+        """
+        poll, ranks = select.poll(), {}
+        for rank, process in registry.processes.items():
+            with suppress(OSError, AttributeError):  # it has ended already; or the system has no such descriptors
+                number = os.pidfd_open(process["pid"])
+                poll.register(number, select.POLLIN)
+                ranks[number] = rank
+        try:
+            while not self._has_ended.is_set():
+                for number, _ in poll.poll(_WATCH_MS):
+                    poll.unregister(number)
+                    with self._lock:
+                        if self._is_in_epoch and ranks[number] in self._members:
+                            cut_connections()
+        finally:
+            for number in ranks:
+                os.close(number)
+
+    @contextmanager
+    def in_epoch(self) -> Iterator[None]:
+        """Context of an epoch's steps and validations; after it, a rank whose program is over may end."""
+        self._is_in_epoch = True
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._is_in_epoch = False
+
     def end_run(self) -> None:
         """Forgets what belongs to one run."""
+        self._has_ended.set()
         self._registry = self._start = None
 
     def begin_step(self, loop: Any) -> None:
@@ -381,7 +430,8 @@ class RankLoss:
         """
         assert self._registry is not None
         job: JobStore = self._registry.job
-        self._members, self._generation = list(ranks), self._generation + 1
+        with self._lock:
+            self._members, self._generation = list(ranks), self._generation + 1
         here = [f"polyphase/losses/{self._generation}/here/{rank}" for rank in ranks]
         rank = self._members.index(self._me)
         job.write(here[rank], {})

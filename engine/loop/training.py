@@ -97,7 +97,8 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
         attach_log(trainer.lightning_module, trainer._logger_connector)
         epoch = _Epoch(self, data_fetcher)
         try:
-            with self.garbage.at_same_batches(trainer.strategy.root_device):
+            watched = nullcontext() if self.rank_loss is None else self.rank_loss.in_epoch()
+            with self.garbage.at_same_batches(trainer.strategy.root_device), watched:
                 goes_on = epoch.resume()
                 while goes_on and not epoch.is_done():
                     goes_on = epoch.advance()

@@ -360,7 +360,12 @@ class DataPosition:
             loader.workers.recount(done - position.batches)
         fetcher = trainer.fit_loop._data_fetcher
         _set_limits(trainer)
+        # A new iterator draws a seed from the generator of the loader, which may be that of its order.
+        generator = loader.generator
+        numbers = None if generator is None else generator.get_state()
         iter(fetcher)  # makes the iterator use the new limits
+        if generator is not None:
+            generator.set_state(numbers)
         _set_lengths(trainer)
         # Lightning: _TrainingEpochLoop.on_run_start
         fetcher.fetched += done

@@ -23,6 +23,7 @@ from ..checkpoint import get_random_state, host_state, set_random_state
 from ..contract import Capabilities, EngineStrategy
 from ..devices import module_of
 from ..distributed.buckets import copy, flatten, in_buckets, unflatten
+from ..distributed.connections import cut_connections, noting_connections
 from ..distributed.environment import (
     is_elastic,
     listen_on_loopback,
@@ -398,14 +399,16 @@ class DistributedStrategy(EngineStrategy):
         job = connect(store, rank, world_size)
         if rank == 0:  # this error can say which ranks are missing
             wait_for_all(job, timeout)
-        dist.init_process_group(
-            strategy._get_process_group_backend(),  # Lightning: DDPStrategy and ModelParallelStrategy have it
-            store=store,
-            rank=rank,
-            world_size=world_size,
-            timeout=timeout,
-            device_id=strategy.root_device if self.connects_devices and strategy.root_device.type != "cpu" else None,
-        )
+        on_device = self.connects_devices and strategy.root_device.type != "cpu"
+        with noting_connections(strategy.cluster_environment.main_port):
+            dist.init_process_group(
+                strategy._get_process_group_backend(),  # Lightning: DDPStrategy and ModelParallelStrategy have it
+                store=store,
+                rank=rank,
+                world_size=world_size,
+                timeout=timeout,
+                device_id=strategy.root_device if on_device else None,
+            )
 
     def _job_store(self, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
         strategy: Any = self
@@ -424,6 +427,7 @@ class DistributedStrategy(EngineStrategy):
             # torch: who drops the last reference ends the group, and waits for its threads; only Python's own way
             # of doing so releases Python's lock meanwhile, for which such a thread may wait.
             groups = list(dist.distributed_c10d._world.pg_map)
+            cut_connections()
             dist.destroy_process_group()
             del groups
             gc.collect()
@@ -436,13 +440,14 @@ class DistributedStrategy(EngineStrategy):
         set_local_rank(rank)
         strategy.set_world_ranks()
         connect(store, rank, len(devices))
-        dist.init_process_group(
-            strategy._get_process_group_backend(),  # Lightning: see `_connect_ranks`
-            store=store,
-            rank=rank,
-            world_size=len(devices),
-            timeout=_MEETING_AGAIN,
-        )
+        with noting_connections(strategy.cluster_environment.main_port):
+            dist.init_process_group(
+                strategy._get_process_group_backend(),  # Lightning: see `_connect_ranks`
+                store=store,
+                rank=rank,
+                world_size=len(devices),
+                timeout=_MEETING_AGAIN,
+            )
         dist.group.WORLD.set_timeout(strategy._timeout or default_pg_timeout)  # type: ignore[union-attr]
 
     def derive_layout(self, world_size: int) -> Layout:

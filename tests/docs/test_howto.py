@@ -121,6 +121,16 @@ def test_other_process_counts(monkeypatch, capfd):
     assert found["engine"].global_step == 30
 
 
+def test_lost_process(monkeypatch, capfd):
+    page = Page("lost-process")
+    script = page.folder / "train.py"
+    script.write_text(script.read_text().replace("ddp_spawn", "ddp_fork"))  # without the seconds of three imports
+    found = page.run_here("train.py", monkeypatch)
+    lines = re.findall(r"rank (\d) of 2: rank 0 lost after step 40, 2 left: went on after", capfd.readouterr().out)
+    assert sorted(lines) == ["0", "1"]
+    assert found["engine"].global_step == 100
+
+
 @in_one_process
 def test_csv(monkeypatch, capfd, strategy, devices):
     Page("loggers").run_here("csv_file.py", monkeypatch, strategy=strategy, devices=devices)

@@ -49,7 +49,9 @@ def test_those_who_did_not_come_are_named(server):
 @pytest.mark.parametrize(("is_local", "places"), [(True, {"127.0.0.1"}), (False, {"::", "0.0.0.0"})])
 def test_on_several_machines_rank_0_listens_everywhere_and_needs_no_name_of_its_own(is_local, places):
     port = free_port()
-    store = open_store("127.0.0.1" if is_local else "no.such.host.invalid", port, PATIENCE, hosts=True, is_local=is_local)
+    store = open_store(
+        "127.0.0.1" if is_local else "no.such.host.invalid", port, PATIENCE, hosts=True, is_local=is_local
+    )
     store.set("here", "yes")
     listening = [each.laddr for each in psutil.Process().net_connections() if each.status == psutil.CONN_LISTEN]
     assert {place.ip for place in listening if place.port == port} <= places

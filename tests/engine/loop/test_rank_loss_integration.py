@@ -1,0 +1,290 @@
+"""`on_rank_loss="continue"`: ranks are killed at named points, and the result is that of a resumption without them."""
+
+import os
+import signal
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor, nn
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
+from torch.utils.data import DataLoader, TensorDataset
+
+from polyphase.callbacks import Snapshot
+from polyphase.engine import Engine
+from polyphase.engine.checkpoint import get_random_state, set_random_state
+
+from ..parity import TOLERANCE, adamw, largest_difference
+from ..tiny import QUIET
+
+# The norm layer's statistics are those of the rank's own samples, as in any run of ddp.
+pytestmark = pytest.mark.filterwarnings("ignore:Under .* the ranks have different values of")
+
+RANKS, SIZE, BATCH, AT, EPOCHS = 3, 61, 12, 7, 3
+"""Step 7 is in the middle of the second epoch; the last step of an epoch has one sample only."""
+
+
+class Net(LightningModule):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(
+            nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(dropout), nn.Linear(16, 16), nn.Linear(16, 1)
+        )
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        inputs, targets = batch
+        # A filler has one sample, of which a norm layer in training has no variance.
+        inputs = torch.cat([inputs, inputs.flip(0)]) if len(inputs) == 1 else inputs
+        loss = (self.net(inputs)[: len(targets)].squeeze(1) - targets).square().mean()
+        self.log("loss", loss, on_step=False, on_epoch=True, sync_dist=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = adamw(self)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.7), "interval": "step"},
+        }
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Victim(Callback):
+    """Kills a rank at a named point of the step after step `AT`."""
+
+    def __init__(self, rank: int, point: str) -> None:
+        self.rank, self.point = rank, point
+
+    def _is_due(self, trainer: Any) -> bool:
+        return trainer.world_size == RANKS and trainer.global_rank == self.rank and trainer.global_step == AT
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+        if self.point == "backward" and self._is_due(trainer):
+            # The gradients of the last layers have been sent, those of the first ones have not.
+            pl_module.net[0].weight.register_post_accumulate_grad_hook(lambda _: die())
+        if self.point == "forward" and self._is_due(trainer):
+            die()
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        if self.point == "optimizer" and self._is_due(trainer):
+            die()
+
+
+class SaveForSurvivors(Callback):
+    """Saves after step `AT`, with the random states of the ranks that are left in place of those of the first."""
+
+    def __init__(self, path: Path, left: list[int], at: int) -> None:
+        self.path, self.left, self.at = path, left, at
+
+    def on_train_step_end(self, trainer: Any, pl_module: Any, save_now: bool) -> None:
+        if trainer.global_step != self.at:
+            return
+        states: list[Any] = [None] * trainer.world_size
+        dist.all_gather_object(states, get_random_state())
+        if trainer.global_rank < len(self.left):
+            set_random_state(states[self.left[trainer.global_rank]])
+        trainer.save_checkpoint(self.path)
+
+
+def data() -> TensorDataset:
+    inputs = torch.randn(SIZE, 8, generator=torch.Generator().manual_seed(3))
+    return TensorDataset(inputs, inputs.sum(1).sin())
+
+
+def fit(module: LightningModule, devices: int = RANKS, workers: int = 0, resume: Path | None = None, **flags: Any):
+    arguments = {"global_batch_size": BATCH, "max_epochs": EPOCHS, "hang_timeout_s": 30, **flags}
+    engine = Engine(strategy="ddp_fork", devices=devices, **{**QUIET, **arguments})
+    order = torch.Generator().manual_seed(5)
+    loader = DataLoader(data(), batch_size=2, shuffle=True, generator=order, num_workers=workers)
+    engine.fit(module, loader, ckpt_path=resume, weights_only=None if resume is None else False)
+    return engine
+
+
+def weights(module: LightningModule) -> dict[str, Tensor]:
+    return {name: parameter.detach() for name, parameter in module.named_parameters()}
+
+
+def resumed_without(victim: int, path: Path, module: LightningModule, at: int = AT, **flags: Any) -> LightningModule:
+    left = [rank for rank in range(RANKS) if rank != victim]
+    fit(type(module)(0.3), callbacks=[SaveForSurvivors(path, left, at)], max_steps=at, **flags)
+    fit(module, devices=len(left), resume=path, **flags)
+    return module
+
+
+PLACES = [
+    (0, "backward", AT, 0),
+    (1, "forward", AT, 0),
+    (2, "backward", AT, 2),
+    (2, "optimizer", AT + 1, 0),
+    (0, "optimizer", AT + 1, 2),
+]
+
+
+@pytest.mark.parametrize(("victim", "point", "made", "workers"), PLACES)
+def test_weights_are_those_of_a_resumption_without_the_killed_rank(tmp_path, victim, point, made, workers):
+    killed = Net(0.3)
+    engine = fit(killed, workers=workers, on_rank_loss="continue", callbacks=[Victim(victim, point)])
+    expected = resumed_without(victim, tmp_path / "saved.ckpt", Net(0.3), made, workers=workers)
+    assert engine.global_step == EPOCHS * -(-SIZE // BATCH)
+    # Two ranks are left, whose sum has one order: the weights are equal bit by bit.
+    assert largest_difference(weights(killed), weights(expected)) == 0
+    if victim != 0:  # whose running means are the ones that are saved
+        assert largest_difference(killed.state_dict(), expected.state_dict()) == 0
+
+
+class Rank0sDuties(Callback):
+    """Writes down the losses that a rank learns of."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_rank_loss(self, trainer: Any, pl_module: Any, lost: Any) -> None:
+        (self.folder / f"{trainer.global_rank} of {trainer.world_size}").write_text(str(lost))
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        assert [event.ranks for event in trainer.rank_losses] == [[0]]
+
+
+def test_the_duties_of_rank_0_pass_to_another(tmp_path, capfd):
+    callbacks = [Victim(0, "backward"), Rank0sDuties(tmp_path), Snapshot(tmp_path / "snapshots", every_n_steps=4)]
+    flags = {"logger": CSVLogger(tmp_path, version="log", flush_logs_every_n_steps=1), "log_every_n_steps": 1}
+    fit(Logged(), on_rank_loss="continue", callbacks=callbacks, enable_run_summary=True, **flags)
+    said = [(tmp_path / f"{rank} of 2").read_text() for rank in range(2)]
+    assert all(re.match(rf"rank 0 lost after step {AT}, 2 left: went on after \d+\.\d\d s", text) for text in said)
+    assert f"rank 0 lost after step {AT}" in capfd.readouterr().out  # in the summary of the run
+    lines = (tmp_path / "lightning_logs" / "log" / "metrics.csv").read_text().splitlines()
+    steps = [line.split(",")[lines[0].split(",").index("step")] for line in lines[1:]]
+    assert sorted(map(int, steps)) == list(range(EPOCHS * -(-SIZE // BATCH)))
+    resumed = Net()
+    fit(resumed, devices=1, resume=tmp_path / "snapshots" / "last", max_epochs=EPOCHS + 1)
+
+
+class Logged(Net):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        inputs, targets = batch
+        loss = (self.net[4:](self.net[0](inputs)).squeeze(1) - targets).square().mean()
+        if not self.trainer.fit_loop._should_accumulate():
+            self.log("loss", loss)
+        return loss
+
+
+class Several(Callback):
+    """Kills a rank after the other, one every two steps, until one is left."""
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+        is_due = trainer.global_step == 2 * (len(trainer.rank_losses) + 1) and trainer.world_size > 1
+        if is_due and trainer.global_rank == trainer.global_step // 2 % trainer.world_size:
+            die()
+
+
+def test_one_rank_can_be_left():
+    module = Net()
+    engine = fit(module, on_rank_loss="continue", callbacks=[Several()])
+    assert engine.global_step == EPOCHS * -(-SIZE // BATCH)
+
+
+def test_a_fourth_loss_within_ten_minutes_ends_the_run():
+    with pytest.raises(ProcessRaisedException, match="ranks? .* lost, the 4th loss within 10 minutes"):
+        fit(Net(), devices=5, on_rank_loss="continue", callbacks=[Several()])
+
+
+class InValidation(Callback):
+    def on_validation_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        if trainer.global_rank == 1 and not trainer.sanity_checking:
+            die()
+
+
+class Validated(Net):
+    def val_dataloader(self) -> DataLoader:
+        return DataLoader(data(), batch_size=4)
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("val_loss", self.net(batch[0]).mean(), sync_dist=True)
+
+
+def test_a_loss_in_a_validation_ends_the_run_by_name(capfd):
+    started_s = time.monotonic()
+    with pytest.raises((ProcessRaisedException, ProcessExitedException)):
+        fit(Validated(), on_rank_loss="continue", callbacks=[InValidation()])
+    shown = capfd.readouterr().err
+    assert "on_rank_loss='continue': rank 1 lost while this rank was in phase" in shown
+    assert time.monotonic() - started_s < 30
+
+
+def test_validations_after_a_loss_evaluate_each_sample_once(tmp_path):
+    module = Validated()
+    engine = fit(module, on_rank_loss="continue", callbacks=[Victim(1, "backward")])
+    alone = Engine(**QUIET, devices=1).validate(module, verbose=False)[0]["val_loss"]
+    assert float(engine.callback_metrics["val_loss"]) == pytest.approx(alone, abs=TOLERANCE)
+
+
+class Failing(Callback):
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+        if trainer.global_step == AT and trainer.global_rank == 1:
+            raise ValueError("a mistake of the user's")
+
+
+def test_an_exception_is_no_loss():
+    with pytest.raises(ProcessRaisedException, match="a mistake of the user's"):
+        fit(Net(), on_rank_loss="continue", callbacks=[Failing()])
+
+
+class Stopped(Victim):
+    """Another rank is stopped, as by a debugger, when one is killed."""
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+        if self._is_due(trainer) and self.rank == trainer.global_rank:
+            die()
+        if trainer.world_size == RANKS and trainer.global_step == AT and trainer.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def test_a_rank_that_hangs_meanwhile_is_left_behind():
+    engine = fit(Net(), on_rank_loss="continue", callbacks=[Stopped(2, "forward")], hang_timeout_s=6)
+    assert engine.global_step == EPOCHS * -(-SIZE // BATCH)
+
+
+REFUSED = [
+    ({"strategy": "fsdp_fork"}, "strategy 'fsdp_fork' divides the module, or its state"),
+    ({"strategy": "zero1_fork"}, "strategy 'zero1_fork' divides the optimizer's state"),
+    ({"strategy": "local_sgd_fork:sync_every=2", "global_batch_size": None}, "lets ranks train apart"),
+    ({"strategy": "ps_fork"}, "goes on without a worker by itself"),
+    ({"strategy": "ddp"}, "in the process of rank 0"),
+    ({"strategy": "ddp_fork:static_graph=true"}, "has static_graph=true"),
+    ({"strategy": "ddp_fork:average_buffers=true"}, "average_buffers=true"),
+    ({"strategy": "ddp_find_unused_parameters_true"}, "is not the engine's own"),
+    ({"devices": 1}, "one process has no other"),
+    ({"global_batch_size": None}, "global_batch_size"),
+    ({"micro_batch_size": "auto"}, "micro_batch_size='auto'"),
+    ({"compression": "topk:0.1"}, "compression='topk:0.1'"),
+    ({"nonfinite": "skip"}, "nonfinite='skip'"),
+    ({"sync_batchnorm": True}, "sync_batchnorm=True"),
+    ({"compile": True}, "compile=True"),
+]
+
+
+@pytest.mark.parametrize(("flags", "reason"), REFUSED)
+def test_what_can_not_go_on_is_refused_by_name_with_the_remedy(flags, reason):
+    arguments = {"strategy": "ddp_fork", "devices": 2, "global_batch_size": 8, "on_rank_loss": "continue", **flags}
+    with pytest.raises(ValueError, match=f"(?s){re.escape(reason)}.*resume='auto'"):
+        Engine(**{**QUIET, **arguments})
+
+
+class Manual(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+def test_steps_by_hand_are_refused_before_a_process_starts():
+    with pytest.raises(ValueError, match="manual optimization .*resume='auto'"):
+        fit(Manual(), on_rank_loss="continue")
