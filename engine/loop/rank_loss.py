@@ -355,6 +355,7 @@ class RankLoss:
             lost = [rank for rank in before if rank not in self._members]
             event = LostRanks(lost, decision["steps"], len(self._members), time.monotonic() - began_s)
             self.events.append(event)
+            self._times_s.append(began_s)
             if trainer.is_global_zero:
                 log.warning(
                     "%s. They share the samples of that step, and of all that follow. What the lost rank alone has"
@@ -404,12 +405,12 @@ class RankLoss:
     def _verdict(self, words: dict[int, dict[str, Any]], lost: list[int]) -> dict[str, Any]:
         """Decides as the first of the ranks that are left, by what each of them has said."""
         now = time.monotonic()
-        self._times_s = [time_s for time_s in self._times_s if now - time_s < _WITHIN_S] + [now]
+        num_losses = 1 + sum(now - time_s < _WITHIN_S for time_s in self._times_s)
         most = max(word["steps"] for word in words.values())
         ends = ""
-        if len(self._times_s) > _MOST_LOSSES:
+        if num_losses > _MOST_LOSSES:
             ends = (
-                f"on_rank_loss='continue': {in_words(lost)} lost, the {len(self._times_s)}th loss within"
+                f"on_rank_loss='continue': {in_words(lost)} lost, the {num_losses}th loss within"
                 f" {_WITHIN_S / 60:.0f} minutes. Processes that are killed one after the other often need more memory"
                 " than there is: start again with resume='auto' when you know the cause."
             )
