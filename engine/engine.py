@@ -34,7 +34,7 @@ from .initialization import check_shapes, read_stored
 from .loggers.run_names import claim_log_folders, folders_written_to
 from .loop.compile import check_cuda_graphs, compile_mode
 from .loop.install import TrainerBase, defaults_from_environment, install_loops
-from .loop.rank_loss import check_may_lose_ranks, check_module_may_lose_ranks
+from .loop.rank_loss import check_may_lose_ranks, check_run_may_lose_ranks
 from .loop.runs import check_callbacks, check_manual_optimization, quiet, reports_uncaught
 from .precision import FLOAT8
 from .reliability.nonfinite import NonFiniteWatch
@@ -219,7 +219,7 @@ class Engine(TrainerBase):
                 check_shapes(model)
             strategy.check_module(model)
             if self.config.on_rank_loss == "continue":
-                check_module_may_lose_ranks(model)
+                check_run_may_lose_ranks(model, self.loggers)
             strategy.check_run(compiles=bool(self.config.compile), callbacks=self.callbacks)  # type: ignore[attr-defined]
             strategy.check_loader(train_dataloaders)
         global_batch_size = self.config.global_batch_size

@@ -78,6 +78,9 @@ class _LoggerKind:
 
     logger_class: ClassVar[type]
 
+    may_be_taken_over = False
+    """Whether another rank of the run can go on in a log when the one that has written to it has been killed."""
+
     def place(self, logger: Any) -> dict[str, Any]:
         """Returns the user's arguments that identify a logger: if they are equal, a later start has the same logger."""
         raise NotImplementedError
@@ -140,6 +143,8 @@ class _LoggerKind:
 
 class _Versions(_LoggerKind):
     """Loggers with a folder for each version."""
+
+    may_be_taken_over = True
 
     def place(self, logger: Any) -> dict[str, Any]:
         return {"save_dir": absolute(str(logger.save_dir)), "name": logger.name}
@@ -556,6 +561,12 @@ class LogContinuation:
         kind = kind_of(logger)
         if kind is not None and self._trainer.is_global_zero:
             kind.note(logger, metrics, step)
+
+    def take_over(self) -> None:
+        """Goes on in the logs of a rank 0 that was killed; called on the new rank 0."""
+        for logger in self._trainer.loggers:
+            if (kind := kind_of(logger)) is not None:
+                kind.open(logger)
 
     def hold(self) -> None:
         """Freezes `positions` at the current end of the logs until `fit` ends: a longer run logs later points again."""

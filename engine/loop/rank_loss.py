@@ -25,7 +25,7 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
@@ -40,13 +40,14 @@ from ..config import EngineConfig
 from ..distributed.connections import cut_connections
 from ..distributed.job_store import Fields, JobStore
 from ..errors import RefusedError
+from ..loggers.continuation import kind_of
 from ..reliability.failure import is_of_connection, print_rank
 from ..reliability.rendezvous import RankRegistry, current_job, in_words
 from ..strategies import adapt, capabilities_of
 from ..strategies.step_guard import needs_closure
 from .step_start import StepStart
 
-__all__ = ["LostRanks", "RankLoss", "RankLossError", "check_may_lose_ranks", "check_module_may_lose_ranks"]
+__all__ = ["LostRanks", "RankLoss", "RankLossError", "check_may_lose_ranks", "check_run_may_lose_ranks"]
 
 log = logging.getLogger("polyphase.engine")
 
@@ -164,12 +165,16 @@ def _why_not_flags(config: EngineConfig, strategy: Any) -> tuple[str, str] | Non
     return None
 
 
-def check_module_may_lose_ranks(module: LightningModule) -> None:
-    """Checks, before any process starts, that a step of `module` can be made again.
+def check_run_may_lose_ranks(module: LightningModule, loggers: Iterable[Any]) -> None:
+    """Checks, before any process starts, that a step of `module` can be made again, and each log gone on with.
 
     Raises:
-        RefusedError: it steps, or reads its batches, by itself.
+        RefusedError: the module steps, or reads its batches, by itself; or a logger is of a kind that is not known.
     """
+    for logger in loggers:
+        if (kind := kind_of(logger)) is None or not kind.may_be_taken_over:
+            reason = f"no other process is known to go on in the log of {type(logger).__name__} without rank 0"
+            raise RefusedError(_refusal(reason, "Use TensorBoardLogger or CSVLogger"))
     if not module.automatic_optimization:
         raise RefusedError(
             _refusal("manual optimization may step in the middle of a batch", "Use automatic optimization")
@@ -474,6 +479,7 @@ class RankLoss:
         loop.val_loop._combined_loader = None  # Lightning: the loaders of the next validation are made anew
         if is_new_zero:
             trainer.run_history.take_over()
+            trainer._checkpoint_connector.logs.take_over()
             for bar in trainer.callbacks:
                 if isinstance(bar, ProgressBar):
                     bar.enable()

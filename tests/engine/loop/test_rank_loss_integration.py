@@ -1,5 +1,6 @@
 """`on_rank_loss="continue"`: ranks are killed at named points, and the result is that of a resumption without them."""
 
+import csv
 import os
 import re
 import signal
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
@@ -156,15 +158,18 @@ class Rank0sDuties(Callback):
 
 
 def test_the_duties_of_rank_0_pass_to_another(tmp_path, capfd):
-    callbacks = [Victim(0, "backward"), Rank0sDuties(tmp_path), Snapshot(tmp_path / "snapshots", every_n_steps=4)]
+    callbacks = [
+        Victim(0, "backward"),
+        Rank0sDuties(tmp_path),
+        Snapshot(tmp_path / "snapshots", every_n_steps=4, in_background=False),
+    ]
     flags = {"logger": CSVLogger(tmp_path, version="log", flush_logs_every_n_steps=1), "log_every_n_steps": 1}
     fit(Logged(), on_rank_loss="continue", callbacks=callbacks, enable_run_summary=True, **flags)
     said = [(tmp_path / f"{rank} of 2").read_text() for rank in range(2)]
     assert all(re.match(rf"rank 0 lost after step {AT}, 2 left: went on after \d+\.\d\d s", text) for text in said)
     assert f"rank 0 lost after step {AT}" in capfd.readouterr().out  # in the summary of the run
-    lines = (tmp_path / "lightning_logs" / "log" / "metrics.csv").read_text().splitlines()
-    steps = [line.split(",")[lines[0].split(",").index("step")] for line in lines[1:]]
-    assert sorted(map(int, steps)) == list(range(EPOCHS * -(-SIZE // BATCH)))
+    rows = csv.DictReader((tmp_path / "lightning_logs" / "log" / "metrics.csv").open())
+    assert [int(row["step"]) for row in rows if row["last"]] == list(range(EPOCHS * -(-SIZE // BATCH)))
     resumed = Net()
     fit(resumed, devices=1, resume=tmp_path / "snapshots" / "last", max_epochs=EPOCHS + 1)
 
@@ -283,6 +288,11 @@ class Manual(Net):
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
+
+
+def test_a_logger_that_no_other_rank_can_go_on_with_is_refused():
+    with pytest.raises(ValueError, match=r"the log of DummyLogger without rank 0.*resume='auto'"):
+        fit(Net(), on_rank_loss="continue", logger=DummyLogger())
 
 
 def test_steps_by_hand_are_refused_before_a_process_starts():
