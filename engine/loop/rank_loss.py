@@ -309,16 +309,18 @@ class RankLoss:
         """Whether a step has failed because the process of another rank has ended."""
         if self._registry is None or self._start is None or not is_of_connection(error):
             return False
-        deadline = time.monotonic() + _NOTICE_S
-        while time.monotonic() < deadline and not self._has_failed():
-            if self._lost():
-                return True
-            time.sleep(_TICK_S)
-        return False
+        return bool(self._noticed()) and not self._has_failed()
 
     def _lost(self) -> list[int]:
         assert self._registry is not None
         return [rank for rank in self._members if rank != self._me and self._registry.has_ended(rank)]
+
+    def _noticed(self) -> list[int]:
+        """Waits until the process of another rank is seen to have ended: its connections are closed before."""
+        deadline = time.monotonic() + _NOTICE_S
+        while not (lost := self._lost()) and time.monotonic() < deadline and not self._has_failed():
+            time.sleep(_TICK_S)
+        return lost
 
     def _has_failed(self) -> bool:
         """Whether a failure is recorded, which ends the run: an exception on another rank, say."""
@@ -491,7 +493,7 @@ class RankLoss:
         """Prints why training does not go on after a loss that was not within a step."""
         if self._registry is None or isinstance(error, RankLossError) or not is_of_connection(error):
             return
-        lost = self._lost()
+        lost = self._noticed()
         left = [rank for rank in self._members if rank not in lost]
         if lost and left[0] == self._me:
             print_rank(

@@ -168,7 +168,7 @@ def test_the_duties_of_rank_0_pass_to_another(tmp_path, capfd):
     said = [(tmp_path / f"{rank} of 2").read_text() for rank in range(2)]
     assert all(re.match(rf"rank 0 lost after step {AT}, 2 left: went on after \d+\.\d\d s", text) for text in said)
     assert f"rank 0 lost after step {AT}" in capfd.readouterr().out  # in the summary of the run
-    rows = csv.DictReader((tmp_path / "lightning_logs" / "log" / "metrics.csv").open())
+    rows = csv.DictReader((tmp_path / "lightning_logs" / "log" / "metrics.csv").read_text().splitlines())
     assert [int(row["step"]) for row in rows if row["last"]] == list(range(EPOCHS * -(-SIZE // BATCH)))
     resumed = Net()
     fit(resumed, devices=1, resume=tmp_path / "snapshots" / "last", max_epochs=EPOCHS + 1)
