@@ -27,6 +27,7 @@ OURS = {
     "enable_run_summary": None,
     "check_first_steps": "auto",
     "checkpoint_format": "auto",
+    "on_rank_loss": "stop",
     "compile": False,
     "compression": "none",
     "global_batch_size": None,
