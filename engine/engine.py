@@ -109,9 +109,9 @@ class Engine(TrainerBase):
             }
         )
         use_own_device(self, config.strategy)
-        self._save_memory(config, compiles=mode is not None)
+        self._save_memory(config)
         install_loops(self, config, watch, default_bar, default_run_callbacks(config, users))
-        check_cuda_graphs(mode, self.layout)
+        check_cuda_graphs(mode, self.layout, offloads="activations" in (config.offload or ()))
         self._check_batches(config)
 
     def _choose_parts(self, config: EngineConfig) -> int:
@@ -124,12 +124,12 @@ class Engine(TrainerBase):
         self._parts = select(config, devices=devices, num_nodes=num_nodes, plugins=plugins)
         return num_nodes
 
-    def _save_memory(self, config: EngineConfig, *, compiles: bool) -> None:
+    def _save_memory(self, config: EngineConfig) -> None:
         callbacks: list[Callback] = self.callbacks  # type: ignore[attr-defined]
         self._recomputes = check_recompute(self.strategy, self._parts.options, config.activation_checkpointing)
         if self._recomputes != "none":
             callbacks.insert(0, RecomputeBlocks(self._recomputes))
-        if choose_offload(self.strategy, config.offload, compiles=compiles):
+        if choose_offload(self.strategy, config.offload):
             callbacks.insert(0, OffloadActivations())
 
     def _check_batches(self, config: EngineConfig) -> None:

@@ -61,19 +61,21 @@ def compile_mode(flag: bool | str | None) -> str | None:
     return choose("value of compile", flag, COMPILE_MODES)
 
 
-def check_cuda_graphs(mode: str | None, layout: Layout) -> None:
+def check_cuda_graphs(mode: str | None, layout: Layout, *, offloads: bool) -> None:
     """Checks that a mode's CUDA graphs can be replayed in each step.
 
     Raises:
-        ValueError: the layout uses different memory in each step.
+        ValueError: the layout, or the offloading of activations, uses different memory in each step.
     """
-    why_not = "gathers its parameters into other memory in each step" if layout.shard > 1 else None
+    why_not = "offload='activations' brings back what they keep in other memory" if offloads else None
+    if layout.shard > 1:
+        why_not = f"a layout of {layout} gathers its parameters into other memory in each step"
     if layout.pp > 1:
-        why_not = "has several micro-batches on their way at once"
+        why_not = f"a layout of {layout} has several micro-batches on their way at once"
     if mode in _CUDA_GRAPH_MODES and why_not is not None:
         raise ValueError(
-            f"compile={mode!r} records CUDA graphs, which read and write the same memory each time, and a layout of"
-            f" {layout} {why_not}: choose compile=True, or another strategy."
+            f"compile={mode!r} records CUDA graphs, which read and write the same memory each time, and {why_not}:"
+            " choose compile=True, or leave out the other."
         )
 
 

@@ -23,7 +23,7 @@ from .tensor.strategy import TensorParallel
 __all__ = ["OffloadActivations", "choose_offload"]
 
 
-def choose_offload(strategy: Strategy, flag: str | Sequence[str] | None, *, compiles: bool) -> bool:
+def choose_offload(strategy: Strategy, flag: str | Sequence[str] | None) -> bool:
     """Makes `strategy` offload parameters if the flag names them; returns whether activations are offloaded.
 
     Raises:
@@ -52,11 +52,6 @@ def choose_offload(strategy: Strategy, flag: str | Sequence[str] | None, *, comp
             f"offload='activations' can't be done under {strategy!r}: choose 'single', 'ddp', 'zero1', 'fsdp', 'hsdp',"
             " 'local_sgd', 'diloco' or 'ps', or leave it out. activation_checkpointing saves memory under all of them,"
             " and under 'tp' and 'pp'."
-        )
-    if compiles:
-        raise ValueError(
-            "offload='activations' can't be done with compile, which decides by itself what to keep for backward: leave"
-            " one of them out."
         )
     return True
 

@@ -7,12 +7,23 @@ import torch
 from lightning.pytorch import Callback
 
 from polyphase.engine import Engine
+from tests.engine.eager_graphs import eager_graphs
 from tests.engine.parity import FEW_STEPS, QUIET, TOLERANCE, build, differences, loader, sgd
 from tests.pairs import nightly
 
 from . import in_a_child, install
 
-pytestmark = pytest.mark.timeout(180, func_only=True)  # to compile the device takes a minute
+pytestmark = [
+    pytest.mark.timeout(180, func_only=True),  # to compile the device takes a minute
+    # torch's compiler looks at the gradients of all that enters a graph.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+]
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    torch._dynamo.reset()
+    return eager_graphs(monkeypatch)
 
 
 def difference(flag: str, devices: int, subject: str, **flags: Any) -> float:
@@ -51,7 +62,7 @@ class Counts(Callback):
         self.at_step: list[dict[str, int]] = []
 
     def on_train_batch_end(self, *_: Any) -> None:
-        self.at_step.append(install().counts())
+        self.at_step.append({**install().counts(), "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"]})
 
 
 def _copies(**flags: Any) -> dict[str, float]:
@@ -62,7 +73,8 @@ def _copies(**flags: Any) -> dict[str, float]:
     )
     engine.fit(build("gpt, tied"), loader("gpt, tied", 1))
     first, last = counts.at_step[5], counts.at_step[15]
-    return {name: (last[name] - first[name]) / 10 for name in ("to_host", "to_device", "to_device_pageable")}
+    names = ("to_host", "to_device", "to_device_pageable", "graphs")
+    return {name: (last[name] - first[name]) / 10 for name in names}
 
 
 def _num_saved() -> int:
@@ -88,6 +100,28 @@ def test_what_is_copied():
     assert every["to_device_pageable"] == none["to_device_pageable"]  # what comes back was pinned
     few = in_a_child(_copies, offload="activations", activation_checkpointing="full")
     assert 0 < few["to_host"] < every["to_host"] / 3
+
+
+@pytest.mark.parametrize(
+    ("flag", "devices", "subject"),
+    [("single", 1, "mlp"), ("fsdp_fork", 2, "gpt, tied"), *nightly(("ddp_fork", 2, "mlp"))],
+)
+@pytest.mark.parametrize("kind", ["selective", *nightly("none", "full")])
+@pytest.mark.usefixtures("graphs")
+def test_compiled_steps_keep_activations_on_the_host(flag, devices, subject, kind):
+    flags = {"activation_checkpointing": kind if subject != "mlp" else "none", "make_optimizer": sgd}
+    assert difference(flag, devices, subject, offload="activations", compile=True, **flags) <= TOLERANCE
+
+
+@pytest.mark.usefixtures("graphs")
+def test_what_compiled_steps_copy():
+    none = in_a_child(_copies, compile=True)
+    every = in_a_child(_copies, compile=True, offload="activations")
+    few = in_a_child(_copies, compile=True, offload="activations", activation_checkpointing="full")
+    assert none["to_host"] == 0
+    assert every["to_host"] == every["to_device"] - none["to_device"] > 3 * few["to_host"] > 0
+    assert every["to_device_pageable"] == none["to_device_pageable"]
+    assert none["graphs"] == every["graphs"] == few["graphs"] == 0, "hooks of saved tensors compile nothing anew"
 
 
 def test_ends_with_the_run():
