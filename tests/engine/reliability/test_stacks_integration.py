@@ -26,6 +26,8 @@ from tests.engine.tiny import as_rank, engine
 
 STEPS = 6
 AT = 3
+SECRET = "swordfish", "77"
+"""Joined, it is a value that stands in no source line."""
 
 
 class Stuck(LightningModule):
@@ -46,6 +48,8 @@ class Stuck(LightningModule):
         return self.layer(batch).sum()
 
     def _stand_still(self):
+        password = "".join(SECRET)
+        assert password
         if self.trouble == "sleeps":
             while not Path("go").exists():
                 time.sleep(0.1)
@@ -105,6 +109,7 @@ def test_a_rank_that_sleeps_and_the_one_that_waits_for_it():
     threads = json.loads(plain)["1"]["threads"]
     assert threads[0]["calls"][0] == [__file__, line_of("time.sleep(0.1)"), "_stand_still"]
     assert "polyphase-watchdog" in [thread["name"] for thread in threads]
+    assert "".join(SECRET) not in text + plain, "files, lines and functions; no values"
     assert [entry for entry in running_ranks() if entry.rank.root == os.getcwd()] == [], "nothing is left behind"
 
 
