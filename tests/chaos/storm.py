@@ -60,6 +60,7 @@ CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "fsdp+tp": ("fsdp+tp:tp=2", {"num_ranks": 4}),
     "pp+ddp": ("pp+ddp:pipeline_size=2", {"num_ranks": 4}),
     "pp+fsdp": ("pp+fsdp:pipeline_size=2", {"num_ranks": 4}),
+    "ps": ("ps", {}),
 }
 """Strategy, and flags of the engine, the loader and the launcher, by name."""
 
