@@ -59,6 +59,7 @@ class StepFlops(FlopCounterMode):
         model: operations of forward and backward.
         recomputed: operations of forward that were repeated in backward.
         is_known: whether all operations could be counted.
+        logits_mb: the largest output of a `log_softmax`, as the loss of a classifier or a language model makes it.
         num_operators: operators of forward and backward; None if code is compiled, which runs other operators.
     """
 
@@ -66,6 +67,7 @@ class StepFlops(FlopCounterMode):
         super().__init__(display=False, custom_mapping=_CPU_ATTENTION)
         self.model = self.recomputed = 0
         self.is_known = True
+        self.logits_mb = 0.0
         self.num_operators: int | None = 0
         self._tracker = ModuleTracker()  # only for `is_bw`; its hooks on all modules are not needed
         self.mod_tracker: Any = contextlib.nullcontext()
@@ -88,6 +90,8 @@ class StepFlops(FlopCounterMode):
     def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
         if self.num_operators is not None:
             self.num_operators += 1
+        if func_packet is _ATEN._log_softmax:
+            self.logits_mb = max(self.logits_mb, out.nbytes / _num_shards(out, args) / 1e6)
         count = self.flop_registry.get(func_packet)
         if count is None:
             return out
@@ -125,7 +129,8 @@ def dtype_of(trainer: Any) -> str | None:
             trainer.strategy.root_device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
         )
         return "tf32" if is_tensor_core else "fp32"
-    return {"bf16": "bf16", "16-m": "fp16", "16-t": "fp16"}.get(precision[:4])
+    # float8's rate is given in parts of bfloat16's, as others give it.
+    return {"bf16": "bf16", "floa": "bf16", "16-m": "fp16", "16-t": "fp16"}.get(precision[:4])
 
 
 def device_name(device: torch.device) -> str | None:

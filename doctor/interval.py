@@ -230,6 +230,8 @@ class Interval:
     """Peak of torch's memory on the device."""
     reserved_mb: Annotated[float | None, _joined(_largest)] = None
     """Peak of the memory that torch has reserved on the device; None if unknown."""
+    logits_mb: Annotated[float | None, _joined(_largest)] = None
+    """The largest logits of which a loss is computed, in a measured step; None without any."""
     model_mb: Annotated[dict[str, float], _joined(_latest_known)] = dataclasses.field(default_factory=dict)
     """Memory of this rank's parameters, gradients, optimizer state and buffers as training ended; what the most that
     was allocated on the device has beyond that is ``activations``. Empty if not known."""

@@ -196,6 +196,8 @@ class Watches:
         figures: dict[str, Any] = {}
         if counted.num_operators is not None:
             figures["num_operators"] = counted.num_operators * num_batches
+        if counted.logits_mb:
+            figures["logits_mb"] = counted.logits_mb
         number, per = (num_batches, 1) if self._samples_counted is None else (num_samples, self._samples_counted)
         if counted.is_known and counted.model and number is not None:
             factor = number / max(per, 1)

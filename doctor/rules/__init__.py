@@ -43,6 +43,8 @@ RULES = (
             " more ranks than CPUs either"),
     Rule(cause="full_memory", threshold=0.9, find=device.full_memory,
          of="largest allocated share of a device's memory; or torch had to free memory that it had reserved"),
+    Rule(cause="large_logits", threshold=0.1, find=device.large_logits,
+         of="share of the logits in the peak of a device's memory"),
     Rule(cause="unused_memory", threshold=0.7, find=device.unused_memory,
          of="largest allocated share of the devices' memory, below it, at less than 0.3 of the peak rate"),
     Rule(cause="full_shared_memory", threshold=0.9, find=host.full_shared_memory,

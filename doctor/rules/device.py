@@ -11,6 +11,7 @@ __all__ = [
     "device_reads",
     "full_memory",
     "gradient_spikes",
+    "large_logits",
     "loss_scale_falls",
     "lr_stands_still",
     "replicas_differ",
@@ -86,6 +87,22 @@ def full_memory(figures: Figures, threshold: float) -> Finding | None:
         numbers={"share": used[rank], "mb": total_mb, "retries": retries[rank]},
         remedy="a smaller micro-batch with accumulate_grad_batches; activation_checkpointing; or fsdp",
         **at(figures, rank, is_one),
+    )
+
+
+def large_logits(figures: Figures, threshold: float) -> Finding | None:
+    """The logits of a large vocabulary take much of the memory; a loss in chunks makes none."""
+    sizes = {rank: (total.logits_mb or 0.0, total.device_mb) for rank, total in figures.totals.items()}
+    shares = {rank: mb / peak_mb for rank, (mb, peak_mb) in sizes.items() if peak_mb}
+    rank = max(shares, key=lambda candidate: shares[candidate], default=None)
+    if rank is None or shares[rank] < threshold:
+        return None
+    return Finding(
+        cause="large_logits",
+        evidence=f"the loss has {sizes[rank][0]:,.0f} MB of logits, {shares[rank]:.0%} of the most memory that was"
+        " allocated, and as much again for their gradient",
+        numbers={"share": shares[rank], "mb": sizes[rank][0]},
+        remedy="torch.nn.functional.linear_cross_entropy, which goes through the tokens in chunks (howto/memory.md)",
     )
 
 

@@ -49,6 +49,15 @@ def test_what_is_computed_again_is_counted_by_itself(mlp):
     assert flops.recomputed == 2 * 64 * 128 * BATCH, "the last layer's output is not needed again"
 
 
+def test_the_largest_logits_of_a_loss():
+    x, layer, classes = torch.randn(8, 16), nn.Linear(16, 500), torch.arange(8)
+    assert counted(lambda: nn.functional.cross_entropy(layer(x), classes).backward()).logits_mb == 8 * 500 * 4 / 1e6
+    assert counted(lambda: layer(x).softmax(-1).sum().backward()).logits_mb == 0
+    chunks = nn.LinearCrossEntropyOptions(batch_chunk_size=2)
+    in_chunks = counted(lambda: nn.functional.linear_cross_entropy(x, layer.weight, classes, options=chunks).backward())
+    assert in_chunks.logits_mb <= 2 * 500 * 4 / 1e6
+
+
 def test_attention(monkeypatch):
     batch, heads, length, size = 2, 4, 16, 8
     query, key, value = (torch.randn(batch, heads, length, size, requires_grad=True) for _ in range(3))

@@ -86,3 +86,34 @@ def test_a_read_in_the_step_is_found_by_its_line(tmp_path: Path) -> None:
     findings = {finding.cause: finding for finding in judge(read_run(str(tmp_path))).findings}
     line = next(n for n, text in enumerate(Path(__file__).read_text().splitlines(), 1) if "loss.item()" in text)
     assert f"item() at {__file__}:{line} in training_step" in findings["device_reads"].evidence
+
+
+class Vocabulary(Module):
+    """Logits of 256 x 4,096 numbers, which are its loss's alone, or none but in chunks."""
+
+    def __init__(self, in_chunks: bool) -> None:
+        super().__init__()
+        self.layer, self.in_chunks = torch.nn.Linear(4, 4096, bias=False), in_chunks
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        classes = torch.arange(256, device=self.device)
+        if self.in_chunks:
+            options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=16)
+            return torch.nn.functional.linear_cross_entropy(batch, self.layer.weight, classes, options=options)
+        return torch.nn.functional.cross_entropy(self.layer(batch), classes)
+
+
+def _train_vocabulary(folder: Path, in_chunks: bool) -> None:
+    flags = {**QUIET, "accelerator": "sim", "devices": 1, "max_epochs": 1, "check_first_steps": False}
+    engine = Engine(**flags, default_root_dir=folder, callbacks=[Doctor()], log_every_n_steps=8)
+    engine.fit(Vocabulary(in_chunks), DataLoader(torch.ones(256 * STEPS, 4), batch_size=256))
+
+
+def test_logits_of_a_large_vocabulary_are_found(tmp_path: Path) -> None:
+    causes = []
+    for in_chunks in (False, True):
+        in_a_child(_train_vocabulary, tmp_path / str(in_chunks), in_chunks)
+        found = judge(read_run(str(tmp_path / str(in_chunks)))).findings
+        causes.append({finding.cause: finding.evidence for finding in found})
+    assert "the loss has 4 MB of logits" in causes[0]["large_logits"]
+    assert "large_logits" not in causes[1]

@@ -40,6 +40,18 @@ def test_an_allocator_that_has_to_free_its_reserve_is_at_the_end_of_its_memory()
     assert "3 times torch had to free what it kept in reserve" in finding.evidence
 
 
+def test_logits_that_take_much_of_the_memory():
+    run = allocating(50_000.0, 40_000.0)
+    for intervals in run.intervals.values():
+        intervals[0].logits_mb = 4_200.0
+    finding = only(run)
+    assert (finding.cause, finding.ranks, finding.gain) == ("large_logits", (), None)
+    assert "the loss has 4,200 MB of logits, 10% of the most memory that was allocated" in finding.evidence
+    for intervals in run.intervals.values():
+        intervals[0].logits_mb = 3_900.0
+    assert judge(run).findings == []
+
+
 def test_memory_that_is_not_used_counts_where_devices_have_little_to_do():
     flops = {share: share * 100e12 * interval().wall_s for share in (0.1, 0.5)}
     finding = only(allocating(8_000.0, 20_000.0, flops=flops[0.1]))
