@@ -490,15 +490,15 @@ class RankLoss:
                     bar.on_train_epoch_start(trainer, module)
 
     def explain(self, error: BaseException) -> None:
-        """Prints why training does not go on after a loss that was not within a step."""
+        """Prints, on one rank, why training does not go on after a loss that was not within a step."""
         if self._registry is None or isinstance(error, RankLossError) or not is_of_connection(error):
             return
         lost = self._noticed()
-        left = [rank for rank in self._members if rank not in lost]
-        if lost and left[0] == self._me:
+        own = {"by": self._me}
+        if lost and self._registry.job.record_first("polyphase/losses/explained", own, {"by": int}) == own:
             print_rank(
                 self._trainer.global_rank,
-                f"on_rank_loss='continue': {in_words(lost)} lost while this rank was in phase"
-                f" {self._trainer.heartbeat.phase!r}. Training goes on only after a loss within a step, so the run"
-                " ends; start it again with resume='auto'",
+                f"on_rank_loss='continue': {in_words(lost)} lost while this rank was not in a step of training (its"
+                f" phase: {self._trainer.heartbeat.phase!r}), and training goes on only after a loss within a step. So"
+                " the run ends; start it again with resume='auto'",
             )
