@@ -8,7 +8,7 @@ from lightning.pytorch.callbacks import LearningRateMonitor
 from torch import Tensor
 
 from polyphase.engine.precision.clipping import norm_of
-from polyphase.engine.strategies import capabilities_of
+from polyphase.engine.strategies import adapt
 
 from ._interval import IntervalCallback
 
@@ -37,7 +37,7 @@ class OptimizerMonitor(IntervalCallback):
         self._norms = []
         plugin: Any = trainer.precision_plugin
         self._computes_norm = (
-            hasattr(plugin, "norm_of") and plugin.clipper is None and capabilities_of(trainer.strategy).keeps_step
+            hasattr(plugin, "norm_of") and plugin.clipper is None and adapt(trainer.strategy).capabilities.keeps_step
         )
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:

@@ -21,7 +21,7 @@ from torch.profiler import profile, record_function, schedule
 
 from polyphase.engine.foreign import written_beside
 from polyphase.engine.run_info import log_folder, shown_path
-from polyphase.engine.strategies import capabilities_of
+from polyphase.engine.strategies import adapt
 
 from .run_summary import Summarized
 
@@ -341,7 +341,7 @@ class _MemoryHistory:
 def _named_steps(strategy: Any) -> Iterator[None]:
     """Marks each forward and backward of `strategy` as a range in the trace."""
     # A pipeline schedule runs both in one call.
-    forward = "forward and backward" if capabilities_of(strategy).runs_own_schedule else "forward"
+    forward = "forward and backward" if adapt(strategy).capabilities.runs_own_schedule else "forward"
     names = {"training_step": forward, "backward": "backward"}
     before = {attribute: vars(strategy)[attribute] for attribute in names if attribute in vars(strategy)}
     for attribute, name in names.items():

@@ -29,7 +29,7 @@ from polyphase.engine.devices import capacity_bytes, peak_bytes
 from polyphase.engine.flags import split_launcher
 from polyphase.engine.phases import PHASES
 from polyphase.engine.run_info import log_folder, shown_path
-from polyphase.engine.strategies import capabilities_of
+from polyphase.engine.strategies import adapt
 from polyphase.engine.version import __version__
 
 from .clocks import HostClock, Measured, actions_of, collectives, make_clock, mark_end_of_backward, shown_steps
@@ -116,7 +116,7 @@ class Doctor(Summarized):
         self._end()
         folder, self._host = trainer.all_ranks.broadcast_object((self.notes_folder(trainer), socket.gethostname()))
         self._folder = folder
-        can = capabilities_of(trainer.strategy)
+        can = adapt(trainer.strategy).capabilities
         self._may_gather = can.keeps_step
         self._notes = Notes(folder, _describe(trainer))
         self._first_step = self._step = self._noted_step = trainer.global_step

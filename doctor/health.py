@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from polyphase.callbacks.replica_guard import why_not
 from polyphase.engine.devices import module_of
-from polyphase.engine.strategies import capabilities_of
+from polyphase.engine.strategies import adapt
 
 __all__ = ["HealthWatch", "lr_interval_steps", "unfused_optimizer"]
 
@@ -31,7 +31,7 @@ class HealthWatch:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         # A parameter server applies gradients in another process.
-        self._sees_gradients = capabilities_of(trainer.strategy).keeps_step
+        self._sees_gradients = adapt(trainer.strategy).capabilities.keeps_step
         self._is_replicated = why_not(trainer) is None and trainer.layout.num_sharing == 1
         self._copied: _Measurement | None = None
 

@@ -167,6 +167,10 @@ _SWITCHED = ("fast_dev_run", "log_every_n_steps", "num_sanity_val_steps", "reloa
 """Counts that scripts set to False to turn them off."""
 
 
+_TAKEN_FOR: dict[Any, type] = {int: numbers.Integral, float: numbers.Real, Path: os.PathLike}
+"""The objects that have an annotated type, where these are more than its instances, such as numbers of NumPy."""
+
+
 def _fits(value: Any, hint: Any) -> bool:
     """Whether `value` has the annotated type; the elements of an iterator are not checked."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
@@ -183,13 +187,7 @@ def _fits(value: Any, hint: Any) -> bool:
             return False
     if hint is bool:
         return isinstance(value, bool) or (isinstance(value, int) and value in (0, 1))
-    if hint in (int, float):
-        return isinstance(value, numbers.Integral if hint is int else numbers.Real)
-    if hint is Path:
-        return isinstance(value, os.PathLike)
-    if hint in (str, type(None)):
-        return isinstance(value, hint)
-    return isinstance(value, hint) or _stands_for(value, hint)
+    return isinstance(value, _TAKEN_FOR.get(hint, hint)) or _stands_for(value, hint)
 
 
 def _stands_for(value: Any, cls: type) -> bool:

@@ -1,8 +1,8 @@
 """The contract between the strategies and the rest of the engine: the engine's own strategies, Lightning's and users'.
 
 `Capabilities` are the facts about a strategy by which the rest decides, `EngineStrategy` has what the rest calls.
-`capabilities_of` and `adapt` answer for every strategy, so that no code besides this and the strategies looks at a
-strategy's class, or probes its attributes.
+`adapt` answers for every strategy, so that no code besides this and the strategies looks at a strategy's class, or
+probes its attributes.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .compression import CommHook, CountingGroup
     from .strategies.step_guard import StepGuard
 
-__all__ = ["Capabilities", "EngineStrategy", "adapt", "capabilities_of", "lists_devices", "without_sync"]
+__all__ = ["Capabilities", "EngineStrategy", "adapt", "lists_devices", "without_sync"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -330,11 +330,6 @@ class _LightningAdapter(EngineStrategy):
 def adapt(strategy: Any) -> EngineStrategy:
     """Returns `strategy` itself if it is an `EngineStrategy`, and an adapter of it otherwise."""
     return strategy if isinstance(strategy, EngineStrategy) else _LightningAdapter(strategy)
-
-
-def capabilities_of(strategy: Any) -> Capabilities:
-    """The capabilities of any strategy: those that it declares, or the defaults."""
-    return adapt(strategy).capabilities
 
 
 def without_sync(strategy: Strategy) -> AbstractContextManager[None]:

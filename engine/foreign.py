@@ -26,6 +26,7 @@ __all__ = [
     "Count",
     "Few",
     "NotAPlainFileError",
+    "PlainName",
     "Positive",
     "Range",
     "for_html",
@@ -128,6 +129,13 @@ Positive = Annotated[int, Range(1)]
 MOST_RANKS = 1 << 20
 """Far more than any run has, and few enough to loop over."""
 Few = Annotated[int, Range(1, MOST_RANKS)]
+
+
+def _is_name(name: str) -> str | None:
+    return None if is_plain_name(name) else f"is {name!r}, which is no name within a folder"
+
+
+PlainName = Annotated[str, _is_name]
 
 
 def problem(value: Any, expected: Any, where: str) -> str | None:

@@ -58,21 +58,16 @@ class Files:
         if notes_sum:
             self.written[name] = (checked.num_bytes, checked.crc)
 
-    @contextmanager
-    def reading(self, name: str) -> Iterator[Any]:
+    def reading(self, name: str) -> IO[bytes]:
         """Opens a plain file of this directory for reading.
 
         Raises:
             NotAPlainFileError: it is a link, a folder, a device or a pipe, or `name` leads elsewhere.
         """
+        path = self.join(name)
         if not is_plain_name(name):
             raise NotAPlainFileError(f"{name!r} is not a file name")
-        if not self.is_local:
-            with self.fs.open(self.join(name), "rb") as stream:
-                yield stream
-            return
-        with open_plain(self.join(name), os.O_NOFOLLOW) as stream:
-            yield stream
+        return open_plain(path, os.O_NOFOLLOW) if self.is_local else self.fs.open(path, "rb")
 
     def read(self, name: str, most_bytes: int | None = None) -> bytes:
         """Reads a whole file.

@@ -19,10 +19,10 @@ from typing import Annotated, Any
 from fsspec.implementations.local import LocalFileSystem
 from typing_extensions import TypedDict
 
-from ..foreign import MOST, Count, NotAPlainFileError, Range, is_plain_name, problem
+from ..foreign import MOST, Count, NotAPlainFileError, Range, problem
 from .checked_io import Files, resolve
 from .errors import CheckpointError
-from .manifest import MANIFEST, Kind, Manifest, read_manifest
+from .manifest import MANIFEST, CheckpointName, Kind, Manifest, read_manifest
 from .run_record import replace_file
 
 __all__ = ["FolderIndex"]
@@ -37,7 +37,7 @@ log = logging.getLogger("polyphase.engine")
 
 
 class _Line(TypedDict):
-    name: str
+    name: CheckpointName
     size: Count
     mtime_ns: Annotated[int, Range(0)]
     step: Count
@@ -51,7 +51,7 @@ class FolderIndex:
     """The index of one folder; only rank 0 has one.
 
     Args:
-        folder: local or an fsspec URL, for which nothing is read or written.
+        folder: local or an fsspec URL, at which nothing is read or written.
     """
 
     def __init__(self, folder: str) -> None:
@@ -64,7 +64,7 @@ class FolderIndex:
                 line = json.loads(text)
             except (ValueError, RecursionError):
                 continue  # its writer was killed
-            if problem(line, _Line, "it") is None and is_plain_name(line["name"]):
+            if problem(line, _Line, "it") is None:
                 self._lines[line["name"]] = line
             self._num_written += 1
 
@@ -101,16 +101,18 @@ class FolderIndex:
 
     def write(self, checkpoints: Iterable[tuple[str, Manifest]]) -> None:
         """Writes the index anew, as a new file, with these checkpoints of the folder."""
-        lines = [line for path, manifest in checkpoints if (line := _line(path, manifest)) is not None]
+        lines = [line for path, manifest in checkpoints if (line := self._line(path, manifest)) is not None]
         self._lines = {line["name"]: line for line in lines}
         self._rewrite()
 
     def add(self, path: str, manifest: Manifest) -> None:
         """Adds a checkpoint of the folder that was just published."""
-        line = None if self._root is None else _line(path, manifest)
+        line = self._line(path, manifest)
         if line is None:
             return
         self._lines[line["name"]] = line
+        if self._root is None:
+            return
         if self._num_written > 2 * len(self._lines) + _SPARE_LINES:
             self._rewrite()
             return
@@ -122,6 +124,10 @@ class FolderIndex:
                 stream.write(_text(line))
         except OSError as error:
             log.debug("the index of %s is not written: %r", self._root, error)
+
+    def lines(self) -> list[_Line]:
+        """Returns the lines of all checkpoints; another thread may add one meanwhile."""
+        return list(self._lines.values())
 
     def remove(self, path: str) -> None:
         """Forgets a removed checkpoint; its line stays until the file is written anew."""
@@ -136,21 +142,20 @@ class FolderIndex:
         except OSError as error:
             log.debug("the index of %s is not written: %r", self._root, error)
 
-
-def _line(path: str, manifest: Manifest) -> _Line | None:
-    stamp = _stamp(path)
-    if stamp is None:
-        return None
-    return {
-        "name": os.path.basename(path),
-        "size": stamp[0],
-        "mtime_ns": stamp[1],
-        "step": manifest.step,
-        "time": manifest.time,
-        "sequence": manifest.sequence,
-        "run": manifest.run,
-        "kind": manifest.kind,
-    }
+    def _line(self, path: str, manifest: Manifest) -> _Line | None:
+        stamp = (0, 0) if self._root is None else _stamp(path)
+        if stamp is None:
+            return None
+        return {
+            "name": os.path.basename(path),
+            "size": stamp[0],
+            "mtime_ns": stamp[1],
+            "step": manifest.step,
+            "time": manifest.time,
+            "sequence": manifest.sequence,
+            "run": manifest.run,
+            "kind": manifest.kind,
+        }
 
 
 def _text(line: _Line) -> bytes:

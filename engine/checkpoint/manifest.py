@@ -19,7 +19,7 @@ from fsspec.implementations.local import LocalFileSystem
 from typing_extensions import TypedDict
 
 from ..flags import did_you_mean
-from ..foreign import Count, NotAPlainFileError, Positive, Range, is_plain_name, open_plain, problem
+from ..foreign import Count, NotAPlainFileError, PlainName, Positive, Range, open_plain, problem
 from .checked_io import Files, resolve
 from .errors import CheckpointError, NewerFormatError, damage
 from .single_file import is_archive, manifest_text, pickle_in, size_of
@@ -31,6 +31,7 @@ __all__ = [
     "README",
     "REST",
     "TENSORS",
+    "CheckpointName",
     "Kind",
     "Manifest",
     "PathStatus",
@@ -258,23 +259,23 @@ def _manifest(fields: dict[str, Any]) -> Manifest:
     return Manifest(**fields)
 
 
-def _is_name(name: str) -> str | None:
-    return None if is_plain_name(name) else f"is {name!r}, which is no name within a folder"
+def _is_not_reserved(name: str) -> str | None:
+    return f"is {name!r}, a name that checkpoints don't have" if is_reserved(name) else None
 
 
-def _is_checkpoints_name(name: str) -> str | None:
-    return f"is {name!r}, which is no name within a folder" if is_reserved(name) else _is_name(name)
+CheckpointName = Annotated[PlainName, _is_not_reserved]
+"""The type of a published checkpoint's name, which is not that of a save's leftover."""
 
 
 class _Fields(TypedDict):
-    name: Annotated[str, _is_checkpoints_name]
+    name: CheckpointName
     step: Count
     epoch: Count
     time: Annotated[int | float, Range(0, _MOST_TIME_S)]
     layout: dict[str, Positive]
     world_size: Positive
     versions: dict[str, str]
-    files: dict[Annotated[str, _is_name], list[Count]]
+    files: dict[PlainName, list[Count]]
     structures: dict[str, Count]
     run: str
     lineage: list[str]

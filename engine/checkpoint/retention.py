@@ -58,20 +58,20 @@ def list_entries(folder: str | os.PathLike[str], index: FolderIndex | None = Non
     fs, root = resolve(folder)
     fs.invalidate_cache(root)
     is_local = isinstance(fs, LocalFileSystem)
-    places = []
+    places, entries = [], []
     for place in sorted(fs.ls(root, detail=False)):
         name = os.path.basename(place.rstrip("/"))
-        is_link = is_local and os.path.islink(place)  # the link `last` points at a checkpoint that is listed itself
-        if not is_link and (not is_reserved(name) or name.startswith(LEFTOVERS)):
-            places.append(place)
-    of_index = {} if index is None else index.manifests(place for place in places if _is_final(place))
-    entries = []
-    for place in places:
+        if is_local and os.path.islink(place):
+            continue  # the link `last` points at a checkpoint that is listed itself
         path = place if is_local else fs.unstrip_protocol(place)
+        if is_set_aside(name):
+            entries.append(Entry(path, "other", problem="was moved aside, since it is damaged"))
+        elif not is_reserved(name) or name.startswith(LEFTOVERS):
+            places.append((place, path))
+    of_index = {} if index is None else index.manifests([place for place, _ in places])
+    for place, path in places:
         if place in of_index:
             entries.append(Entry(path, "checkpoint", of_index[place]))
-        elif is_set_aside(os.path.basename(place.rstrip("/"))):
-            entries.append(Entry(path, "other", problem="was moved aside, since it is damaged"))
         elif fs.isdir(place):
             entries.append(_entry(fs, place, path))
         elif (entry := _entry_of_file(path)) is not None:
@@ -81,10 +81,6 @@ def list_entries(folder: str | os.PathLike[str], index: FolderIndex | None = Non
 
 def _is_temporary(path: str) -> bool:
     return os.path.basename(path).startswith(LEFTOVERS)
-
-
-def _is_final(path: str) -> bool:
-    return not _is_temporary(path) and not is_set_aside(os.path.basename(path))
 
 
 def _entry_of_file(path: str) -> Entry | None:

@@ -43,20 +43,19 @@ class EngineCLI(LightningCLI):
     """
 
     def __init__(self, *args: Any, parser_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        parsing = {"exit_on_error": False, **(parser_kwargs or {})}
+        parsing = {"prog": os.path.basename(sys.argv[0]), "exit_on_error": False, **(parser_kwargs or {})}
         try:
             super().__init__(*args, **{"trainer_class": Engine, **kwargs, "parser_kwargs": parsing})
         except ArgumentError as error:
-            program, command = (
-                os.path.basename(sys.argv[0]),
-                next((w for w in sys.argv[1:] if w in self.subcommands()), ""),
-            )
-            text = in_a_line(command, sys.argv[1:], error)
+            program = parsing["prog"]
+            named = next((word for word in sys.argv[1:] if word in self.subcommands()), "")
+            command = named.replace("_", "-")
+            text = in_a_line(command, [word for word in sys.argv[1:] if word != named], error)
             print(f"{program}: error: {text}\nAll flags: {program} {command} --help", file=sys.stderr)
             sys.exit(2)
 
 
-class _CLI(LightningCLI):
+class _CLI(EngineCLI):
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
         """Returns the command alone that is run: the parsers of all six would take seconds to build."""
@@ -141,18 +140,15 @@ def run(words: Sequence[str]) -> None:
     sys.argv = [sys.argv[0], words[0].replace("-", "_"), *words[1:]]
     try:
         _CLI(
-            trainer_class=Engine,
             subclass_mode_model=True,
             subclass_mode_data=True,
             # Every strategy starts from the same weights and sees the same samples.
             seed_everything_default=0,
             save_config_kwargs={"overwrite": True},
-            parser_kwargs={"prog": "polyphase", "exit_on_error": False},
+            parser_kwargs={"prog": "polyphase"},
         )
     except RefusedError as error:
         exit_with(str(error))
-    except ArgumentError as error:  # instead of printing the whole usage
-        exit_with(f"{in_a_line(words[0], words[1:], error)}\nAll flags: polyphase {words[0]} --help")
 
 
 def expand(words: Sequence[str]) -> list[str]:

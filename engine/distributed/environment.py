@@ -234,16 +234,16 @@ def resolve_sizes(devices: Any, num_nodes: int, plugins: Sequence[Any] = ()) -> 
     num_devices = _count(devices)
     address = os.environ.get("MASTER_ADDR", "localhost")
     says_nothing = not per_node and num_nodes == 1 and num_devices is None
-    if says_nothing and launcher_name() != "SLURM" and address not in _OWN_HOST:
+    if says_nothing and launcher != "SLURM" and address not in _OWN_HOST:
         raise ValueError(
-            f"{launcher_name()} started {total} processes, but nothing says how many of them are on this machine: set"
-            f" {_names(str(launcher_name())).local_size}, or give devices and num_nodes."
+            f"{launcher} started {total} processes, but nothing says how many of them are on this machine: set"
+            f" {_names(str(launcher)).local_size}, or give devices and num_nodes."
         )
     per_node = per_node or _whole_share(total, num_nodes)
     nodes = _whole_share(total, per_node)
     if num_devices not in (None, per_node) or num_nodes not in (1, nodes):
         raise ValueError(
-            f"{launcher_name()} started {nodes} node(s) x {per_node} process(es), but the flags say"
+            f"{launcher} started {nodes} node(s) x {per_node} process(es), but the flags say"
             f" num_nodes={num_nodes} and devices={devices!r}: leave both out, or give num_nodes={nodes},"
             f" devices={per_node}."
         )

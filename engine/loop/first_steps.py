@@ -33,7 +33,7 @@ from .._compat.torch import _ConvNd
 from ..checkpoint import get_random_state
 from ..distributed.object_group import WORLD
 from ..precision.clipping import norm_of
-from ..strategies import adapt, capabilities_of
+from ..strategies import adapt
 from ..strategies.pipeline.reachable_state import snapshot_outside
 from .module_copy import Memory, SampledBlock, copy_whole, fill_copy
 from .unsplit import (
@@ -90,7 +90,7 @@ class FirstSteps:
     def __init__(self, trainer: Any, policy: bool | Literal["auto"]) -> None:
         self._trainer, self._policy = trainer, policy
         self._reset()
-        can = capabilities_of(trainer.strategy)
+        can = adapt(trainer.strategy).capabilities
         divides = can.splits_module or can.optimizer_state_partitioned
         if policy is not False and not can.steps_alone and (divides or policy is True):
             trainer.strategy.before_split = self.copy_module

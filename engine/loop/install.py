@@ -41,7 +41,7 @@ from ..reliability.watchdog import Watchdog
 from ..resume.checkpoint_connector import CheckpointConnector
 from ..resume.run_history import RunHistory
 from ..run_info import log_folder
-from ..strategies import adapt, capabilities_of
+from ..strategies import adapt
 from ..strategies.averages import swapped_back
 from .data_connector import DataConnector
 from .evaluation import EvaluationLoop, PredictionLoop
@@ -442,7 +442,7 @@ def _install_fit_loop(trainer: TrainerBase, config: EngineConfig, watch: NonFini
 
 def _install_evaluation_loops(trainer: TrainerBase) -> None:
     inference_mode = trainer.validate_loop.inference_mode
-    inference_mode &= capabilities_of(trainer.strategy).evaluates_in_inference_mode
+    inference_mode &= adapt(trainer.strategy).capabilities.evaluates_in_inference_mode
     for name, fn, stage in (
         ("validate_loop", TrainerFn.VALIDATING, RunningStage.VALIDATING),
         ("test_loop", TrainerFn.TESTING, RunningStage.TESTING),

@@ -20,7 +20,7 @@ from torch import Tensor
 # Lightning: where logged values are accumulated.
 from .._compat.lightning import _METRICS, _LoggerConnector, _Metadata, _ResultCollection, _ResultMetric, _Sync
 from ..distributed.object_group import ObjectGroup
-from ..strategies import capabilities_of
+from ..strategies import adapt
 from .padding_batch import EvalPadding
 
 __all__ = ["LoggerConnector", "agreed_value", "as_numbers", "caller_of_kind", "is_asynchronous", "reduce_results"]
@@ -246,7 +246,7 @@ def agreed_value(trainer: Any, name: str, value: Any) -> Any:
         name: the name under which the value was logged.
         value: this rank's; None if it has logged none.
     """
-    if trainer.world_size == 1 or not capabilities_of(trainer.strategy).keeps_step:
+    if trainer.world_size == 1 or not adapt(trainer.strategy).capabilities.keeps_step:
         return value
     own = None if value is None else (float(value), _weight_of(trainer, name))
     values = [pair for pair in trainer.all_ranks.all_gather_object(own) if pair is not None]

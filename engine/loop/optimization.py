@@ -23,7 +23,7 @@ from ..data.exhausted import ends_with_data
 from ..precision.loss_scaling import one_update
 from ..precision.plugins import stepping_together
 from ..reliability.nonfinite import NonFiniteWatch
-from ..strategies import capabilities_of, without_sync
+from ..strategies import adapt, without_sync
 from ..strategies.step_guard import StepGuard
 from .hooks import Hooks, Shortcuts, Transfer
 from .loss_weighting import LossWeighting
@@ -41,7 +41,7 @@ class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpoc
         super().__init__(trainer)
         self.watch = watch
         self.loss_weighting = LossWeighting(trainer)
-        self.runs_own_schedule = capabilities_of(trainer.strategy).runs_own_schedule
+        self.runs_own_schedule = adapt(trainer.strategy).capabilities.runs_own_schedule
         self.out_of_memory: OutOfMemory | None = None
         self._shortcuts: Shortcuts | None = None
         self.has_loss = False

@@ -43,7 +43,7 @@ from ..errors import RefusedError
 from ..loggers.continuation import kind_of
 from ..reliability.failure import is_of_connection, print_rank
 from ..reliability.rendezvous import RankRegistry, current_job, in_words
-from ..strategies import adapt, capabilities_of
+from ..strategies import adapt
 from ..strategies.step_guard import needs_closure
 from .step_start import StepStart
 
@@ -122,7 +122,7 @@ _CHOOSE = "Choose strategy 'ddp_spawn' or 'ddp_fork'"
 def _why_not_strategy(trainer: Any, strategy: Any) -> tuple[str, str] | None:
     if trainer.world_size == 1:
         return "one process has no other to go on with", "Give several devices"
-    if (clause := capabilities_of(trainer.strategy).unsupported_rank_loss) is not None:
+    if (clause := adapt(trainer.strategy).capabilities.unsupported_rank_loss) is not None:
         return f"strategy {strategy!r} {clause}", _CHOOSE
     if not strategy.launcher.outlives_ranks:
         return (

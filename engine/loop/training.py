@@ -26,7 +26,7 @@ from .._compat.lightning import (
 from ..checkpoint import get_random_state
 from ..data.exhausted import is_end_of_data
 from ..reliability.nonfinite import NonFiniteWatch
-from ..strategies import adapt, capabilities_of
+from ..strategies import adapt
 from ..strategies.averages import end_averages
 from ..strategies.step_guard import StepGuard
 from .averaged_gradients import AveragedGradients
@@ -152,7 +152,7 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
 
     def _begin_optimization(self) -> None:
         trainer = self.trainer
-        averages = capabilities_of(trainer.strategy).averages_whole_gradients and trainer.world_size > 1
+        averages = adapt(trainer.strategy).capabilities.averages_whole_gradients and trainer.world_size > 1
         if averages and self.averaged_gradients is None:
             self.averaged_gradients = AveragedGradients(trainer)
         optimization = self.automatic_optimization

@@ -59,7 +59,7 @@ from ..foreign import for_terminal
 from ..initialization import check_stored, has_meta_tensors, materialize, read_stored
 from ..loggers.continuation import LogContinuation
 from ..reliability.nonfinite import NonFiniteError
-from ..strategies import adapt, capabilities_of
+from ..strategies import adapt
 from ..strategies.averages import begin_averages, follow_until_first_update, has_own_schedule, module_states
 from ..version import __version__
 from .restored_state import wrong_in_callbacks, wrong_in_optimizer, wrong_in_scheduler
@@ -113,7 +113,7 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
         self._form = form
         strategy: Any = trainer.strategy
         self._strategy = adapt(strategy)
-        self._capabilities = capabilities_of(strategy)
+        self._capabilities = adapt(strategy).capabilities
         # A user's CheckpointIO, and Lightning's strategies with another format, keep their formats.
         self.is_portable = (
             trainer._accelerator_connector.checkpoint_io is None  # Lightning: the user's plugin
@@ -457,7 +457,6 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
         Raises:
             CheckpointError: no checkpoint can be read, although there are some, or the run has saved some before.
         """
-        folder = self.trainer.snapshots_path
         self._ckpt_path = None
         if how == FRESH and not restart_count():
             return False
@@ -486,7 +485,7 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
         else:
             failures = []
         if how == AUTO:
-            check_may_start_afresh(folder, seen, failures)
+            check_may_start_afresh(self.trainer.snapshots_path, seen, failures)
             if seen.record is not None:  # the same run was stopped before it saved a checkpoint
                 self.run_state.global_batch.restore(seen.record.batches)
         return False
@@ -506,7 +505,7 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
         """
         trainer = self.trainer
         check_stored(trainer.lightning_module)
-        if not capabilities_of(trainer.strategy).splits_module and has_meta_tensors(trainer.lightning_module):
+        if not adapt(trainer.strategy).capabilities.splits_module and has_meta_tensors(trainer.lightning_module):
             materialize(trainer.lightning_module)
         read_stored(trainer.lightning_module)  # the parameters that no strategy has sharded and read before
         if isinstance(trainer.precision_plugin, DoublePrecision):

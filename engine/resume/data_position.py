@@ -117,7 +117,7 @@ class DataPosition:
     def may_read_shards(self) -> bool:
         """Whether the next loader, if its data set is a stream with shards, may read it shard by shard.
 
-        It may not if the checkpoint is from a version of the engine that did not read by shards.
+        It may not if the run that saved the checkpoint did not: its data set was not known then to keep their order.
         """
         resumes = self._is_resuming and self._is_in_mid_epoch and bool(self._to_resume)
         return not resumes or self._to_resume[0]["unit"] != "stateful" or "shards" in self._to_resume[0]

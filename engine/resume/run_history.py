@@ -5,7 +5,6 @@ Rank 0 reads all of it from the folder of snapshots, once, at the start of a run
 
 import os
 import re
-import threading
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -59,7 +58,8 @@ class RunHistory:
         self._trainer, self._saver = trainer, saver
         self.run = _RunId("", ())
         self._suffix = ""
-        self._ledger: _Ledger | None = None
+        self._sequence: int | None = None
+        """The number of the last save in the folder, on rank 0; None before a run begins."""
         self._entries: list[Entry] = []
         self._folder: str | None = None
         self._record: RunRecord | None = None
@@ -74,16 +74,17 @@ class RunHistory:
             opens_all: open all manifests, where the folder's index would say of old checkpoints what is in theirs.
         """
         self._saver.on_published, self._saver.on_removed = self._published, self._removed
-        self._folder = self._trainer.snapshots_path
+        folder = self._trainer.snapshots_path
+        self._folder = None if folder is None else folder.rstrip("/")
         return self._saver.agree(lambda: self._look(opens_all))
 
     def _look(self, opens_all: bool) -> Seen:
-        self._entries = []
+        self._entries, self._index = [], None
         if self._folder is None:
             return Seen([], [], None, None)
         fs, root = resolve(self._folder)
+        self._index = FolderIndex(self._folder)
         if fs.isdir(root):
-            self._index = FolderIndex(self._folder)
             self._entries = list_entries(self._folder, None if opens_all else self._index)
         newest = max((entry.manifest.sequence for entry in self._entries if entry.manifest is not None), default=0)
         unreadable = ("damaged", "unfinished") if os.path.isdir(root) else ("damaged",)
@@ -112,31 +113,35 @@ class RunHistory:
             run = self.run  # `fit` is called a second time, and continues where the first has ended
         else:
             run = _begin_run(continues, is_same=is_same)
-        self._ledger = _Ledger(run, self._entries)
+        self._sequence = _newest_number(self._entries)
         return run, _free_suffix(run, self._entries)
 
     def record(self, batches: dict[str, Any], loggers: list[dict[str, Any]]) -> None:
-        """Writes the record of the run into the folder; called by all ranks.
+        """Writes the record of the run into the folder; called by all ranks, and done by rank 0.
 
         Args:
             batches: the values that determine the global batch.
             loggers: the state of each logger.
         """
-        if self._folder is None or not self._trainer.is_global_zero:
+        if self._index is None or self._folder is None:
             return
         steps = [entry.manifest.step for entry in self._entries if entry.manifest is not None]
         newest = steps[0] if steps else 0
         config = self._trainer.config.as_plain
         self._record = RunRecord(self.run.id, self.run.lineage, bool(steps), newest, batches, tuple(loggers), config)
         write_record(self._folder, self._trainer.default_root_dir, self._record)
-        self._index = self._index or FolderIndex(self._folder)
+        self._write_index()
+
+    def _write_index(self) -> None:
+        assert self._index is not None
         self._index.write((entry.path, entry.manifest) for entry in self._entries if entry.manifest is not None)
 
     def take_over(self) -> None:
         """Reads as the new rank 0, after the loss of the former one, what that one knew of the run's folder."""
-        if self._folder is not None and self._ledger is None and self._trainer.is_global_zero:
+        if self._folder is not None and self._index is None and self._trainer.is_global_zero:
             self._record = self._look(opens_all=False).record
-            self._ledger = _Ledger(self.run, self._entries)
+            self._sequence = _newest_number(self._entries)
+            self._write_index()
 
     def set_aside(self, paths: list[str]) -> None:
         """Renames damaged checkpoints, which then count no longer; called by all ranks, before `begin`."""
@@ -151,8 +156,9 @@ class RunHistory:
 
     def about(self) -> dict[str, Any]:
         """Returns the fields of a manifest about the run; rank 0's sequence number is the valid one."""
-        number = 0 if self._ledger is None else self._ledger.next_sequence()
-        return {"run": self.run.id, "lineage": self.run.lineage, "sequence": number}
+        if self._sequence is not None:
+            self._sequence += 1
+        return {"run": self.run.id, "lineage": self.run.lineage, "sequence": self._sequence or 0}
 
     def snapshot_path(self, folder: str, step: int) -> str:
         """Returns the path of the snapshot of a step; called by all ranks.
@@ -182,7 +188,12 @@ class RunHistory:
 
     def snapshots(self) -> "list[_Snapshot]":
         """Returns, on rank 0, the snapshots that this run may remove, the newest first; see `may_remove`."""
-        return [] if self._ledger is None else self._ledger.snapshots()
+        own = [
+            _Snapshot(f"{self._folder}/{line['name']}", line["name"], line["step"], line["sequence"])
+            for line in ([] if self._index is None else self._index.lines())
+            if line["kind"] == "snapshot" and line["run"] in self.run.lineage
+        ]
+        return sorted(own, key=lambda snapshot: (snapshot.sequence, snapshot.step), reverse=True)
 
     def may_remove(self, snapshot: "_Snapshot") -> bool:
         """Whether a snapshot's own manifest says what the index of the folder says of it; called on rank 0."""
@@ -190,24 +201,20 @@ class RunHistory:
         if manifest is not None and (manifest.step, manifest.sequence) == (snapshot.step, snapshot.sequence):
             return manifest.kind == "snapshot"
         self._removed(path)  # as far as the run knows: it is never removed, or when its own numbers are due
-        if manifest is not None and self._ledger is not None:
-            self._ledger.note_published(path, manifest)
+        if manifest is not None and self._index is not None:
+            self._index.add(path, manifest)
         return False
 
     def _published(self, path: str, manifest: Manifest) -> None:
-        if self._ledger is None or self._folder is None or os.path.dirname(path) != self._folder.rstrip("/"):
+        if self._index is None or self._folder is None or os.path.dirname(path) != self._folder:
             return
-        self._ledger.note_published(path, manifest)
-        if self._index is not None:
-            self._index.add(path, manifest)
+        self._index.add(path, manifest)
         if self._record is not None and not self._record.has_saved:
             self._record = self._record._replace(has_saved=True, step=manifest.step)
             write_record(self._folder, self._trainer.default_root_dir, self._record)
 
     def _removed(self, path: str) -> None:
-        if self._ledger is not None:
-            self._ledger.note_removed(path)
-        if self._index is not None:
+        if self._index is not None and os.path.dirname(path) == self._folder:
             self._index.remove(path)
 
 
@@ -288,65 +295,20 @@ class _Snapshot(NamedTuple):
     sequence: int
 
 
-class _Ledger:
-    """Tracks a run's snapshots and the number of its next save, so that manifests are read only once.
-
-    Only rank 0 has a ledger. The thread that saves adds to it.
-
-    Args:
-        run: the run that saves into the folder.
-        entries: the entries of the folder.
+def _newest_number(entries: Sequence[Entry]) -> int:
+    """Returns the number of the newest save among the entries of a folder.
 
     Raises:
-        CheckpointError: the number of an entry is so large that those of later saves could not be opened.
+        CheckpointError: it is so large that checkpoints with those of later saves could not be opened.
     """
-
-    def __init__(self, run: _RunId, entries: Sequence[Entry]) -> None:
-        self._run = run
-        self._lock = threading.Lock()
-        manifests = [(entry.path, entry.manifest) for entry in entries if entry.manifest is not None]
-        sequences = {entry.path: entry.newer_sequence or 0 for entry in entries}
-        sequences.update((path, manifest.sequence) for path, manifest in manifests)
-        self._sequence = max(sequences.values(), default=0)
-        if self._sequence > MOST - _MOST_SAVES:
-            newest = max(sequences, key=lambda path: sequences[path])
-            raise CheckpointError(
-                f"{newest} claims to be save number {self._sequence} in its folder, which leaves no numbers for this"
-                " run: no run has saved it so. Move it to another folder."
-            )
-        self._snapshots: dict[str, _Snapshot] = {}
-        for path, manifest in manifests:
-            self.note_published(path, manifest)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_lock"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _lock=threading.Lock())
-
-    def next_sequence(self) -> int:
-        """Returns the number of the next save."""
-        with self._lock:
-            self._sequence += 1
-            return self._sequence
-
-    def note_published(self, path: str, manifest: Manifest) -> None:
-        """Adds a published checkpoint, if it is a snapshot of this run's lineage."""
-        if manifest.kind == "snapshot" and manifest.run in self._run.lineage:
-            with self._lock:
-                self._snapshots[path] = _Snapshot(path, manifest.name, manifest.step, manifest.sequence)
-
-    def note_removed(self, path: str) -> None:
-        """Forgets a removed checkpoint."""
-        with self._lock:
-            self._snapshots.pop(path, None)
-
-    def snapshots(self) -> list[_Snapshot]:
-        """Returns the snapshots that this run may remove, newest first."""
-        with self._lock:
-            return sorted(
-                self._snapshots.values(), key=lambda snapshot: (snapshot.sequence, snapshot.step), reverse=True
-            )
+    numbers = [entry.newer_sequence or 0 if entry.manifest is None else entry.manifest.sequence for entry in entries]
+    newest = max(numbers, default=0)
+    if newest > MOST - _MOST_SAVES:
+        raise CheckpointError(
+            f"{entries[numbers.index(newest)].path} claims to be save number {newest} in its folder, which leaves no"
+            " numbers for this run: no run has saved it so. Move it to another folder."
+        )
+    return newest
 
 
 def _free_suffix(run: _RunId, entries: Sequence[Entry]) -> str:

@@ -9,7 +9,7 @@ from ..registration import import_on_access
 from .registry import STRATEGIES, register_strategy
 
 if TYPE_CHECKING:
-    from ..contract import Capabilities, EngineStrategy, adapt, capabilities_of, lists_devices, without_sync
+    from ..contract import Capabilities, EngineStrategy, adapt, lists_devices, without_sync
     from .compressing import prepare_to_repeat
     from .fsdp.unit_plan import describe_units
     from .layout import own_buffers, updated_buffers
@@ -20,7 +20,6 @@ __all__ = [
     "Capabilities",
     "EngineStrategy",
     "adapt",
-    "capabilities_of",
     "describe_units",
     "lists_devices",
     "make_plan",
@@ -37,7 +36,6 @@ __getattr__ = import_on_access(
         "Capabilities": ".contract",
         "EngineStrategy": ".contract",
         "adapt": ".contract",
-        "capabilities_of": ".contract",
         "describe_units": "fsdp.unit_plan",
         "own_buffers": "layout",
         "lists_devices": ".contract",

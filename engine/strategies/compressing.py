@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..compression import CommHook, CountingGroup
-from ..contract import EngineStrategy, capabilities_of
+from ..contract import EngineStrategy, adapt
 
 __all__ = ["CommHookMixin", "prepare_to_repeat"]
 
@@ -24,7 +24,7 @@ def prepare_to_repeat(strategy: Strategy, *, sync_batchnorm: bool) -> None:
     Raises:
         ValueError: the strategy can't repeat a step.
     """
-    why_not = "sync_batchnorm=True" if sync_batchnorm else capabilities_of(strategy).unsupported_repeat
+    why_not = "sync_batchnorm=True" if sync_batchnorm else adapt(strategy).capabilities.unsupported_repeat
     if why_not is not None:
         raise ValueError(
             f"micro_batch_size='auto' can't repeat a step under {why_not}, in which a rank that ran out of memory could"

@@ -32,7 +32,7 @@ from torch.utils.checkpoint import (
     noop_context_fn,
 )
 
-from . import adapt, capabilities_of
+from . import adapt
 from .contents import (
     Contents,
     begin_count,
@@ -419,7 +419,7 @@ class RecomputeBlocks(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Wraps the blocks that the strategy has not wrapped."""
-        if not capabilities_of(trainer.strategy).recomputes_blocks:
+        if not adapt(trainer.strategy).capabilities.recomputes_blocks:
             for block in blocks_to_recompute(pl_module):
                 if block not in self._wrapped:
                     self.wrap(block)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, SingleDeviceStrategy
 
-from polyphase.engine.contract import Capabilities, EngineStrategy, adapt, capabilities_of, without_sync
+from polyphase.engine.contract import Capabilities, EngineStrategy, adapt, without_sync
 from polyphase.engine.flags import Layout
 from polyphase.engine.strategies import STRATEGIES
 from polyphase.engine.strategies.ddp import DDP
@@ -34,7 +34,7 @@ def test_each_capability_is_described_in_one_line():
 def test_a_strategy_of_the_engine_declares_what_its_layout_implies(name):
     strategy = engine(strategy=name, devices=8 if name in ("hsdp+tp", "hsdp+cp") else 4).strategy
     assert adapt(strategy) is strategy
-    can, layout = capabilities_of(strategy), strategy.layout
+    can, layout = adapt(strategy).capabilities, strategy.layout
     assert can.engine_checkpoints
     # Under cp each rank has whole parameters, but as DTensors.
     assert can.state_is_sharded == (layout.shard > 1 or layout.num_sharing > 1 or layout.pp > 1)
@@ -42,18 +42,18 @@ def test_a_strategy_of_the_engine_declares_what_its_layout_implies(name):
     assert can.runs_own_schedule == (layout.pp > 1)
     assert hasattr(strategy, "run_schedule") == can.runs_own_schedule
     assert can.steps_alone == (name in ("local_sgd", "diloco"))
-    assert capabilities_of(strategy) == can, "it stays what it is"
+    assert adapt(strategy).capabilities == can, "it stays what it is"
 
 
 def test_options_decide_too():
-    assert capabilities_of(engine(strategy="ddp", devices=2).strategy).unsupported_repeat is None
+    assert adapt(engine(strategy="ddp", devices=2).strategy).capabilities.unsupported_repeat is None
     static = engine(strategy="ddp:static_graph=true", devices=2).strategy
-    assert capabilities_of(static).unsupported_repeat == "ddp:static_graph=true"
-    assert capabilities_of(engine(strategy="ps", devices=2).strategy).keeps_step
-    assert not capabilities_of(engine(strategy="ps:staleness=1", devices=2).strategy).keeps_step
-    assert not capabilities_of(engine(strategy="ps:servers=1", devices=2).strategy).keeps_step
-    assert capabilities_of(engine(strategy="pp", devices=2).strategy).evaluates_in_inference_mode
-    assert not capabilities_of(engine(strategy="pp+fsdp", devices=4).strategy).evaluates_in_inference_mode
+    assert adapt(static).capabilities.unsupported_repeat == "ddp:static_graph=true"
+    assert adapt(engine(strategy="ps", devices=2).strategy).capabilities.keeps_step
+    assert not adapt(engine(strategy="ps:staleness=1", devices=2).strategy).capabilities.keeps_step
+    assert not adapt(engine(strategy="ps:servers=1", devices=2).strategy).capabilities.keeps_step
+    assert adapt(engine(strategy="pp", devices=2).strategy).capabilities.evaluates_in_inference_mode
+    assert not adapt(engine(strategy="pp+fsdp", devices=4).strategy).capabilities.evaluates_in_inference_mode
 
 
 class OwnFormat(DDPStrategy):

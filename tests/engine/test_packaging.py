@@ -265,7 +265,7 @@ def _module_of(modules: set[str]) -> Callable[[str], str | None]:
 
 
 def test_nobody_outside_of_the_strategies_looks_at_a_strategys_class_or_tries_its_attributes():
-    """Whoever wants to know something asks `adapt` or `capabilities_of`, which answer for every strategy."""
+    """Whoever wants to know something asks `adapt`, which answers for every strategy."""
     # The contract asks once for all, and `select` is given a flag or an object by the user.
     own = [ROOT / "engine" / name for name in ("strategies", "contract.py", "select.py")]
     paths = [path for path in SOURCES if not any(map(path.is_relative_to, own))]

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from polyphase.callbacks import Snapshot
 from polyphase.engine import Engine
 from polyphase.engine.distributed.object_group import WORLD
-from polyphase.engine.strategies import capabilities_of
+from polyphase.engine.strategies import adapt
 from tests.pairs import alternating, nightly
 
 from .parity import TOLERANCE, largest_difference
@@ -114,7 +114,7 @@ class Dumps(Callback):
                 for key, value in optimizer.state.get(parameter, {}).items():
                     state[f"{parameter_name}/{key}"] = value
         state = {key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in state.items()}
-        if capabilities_of(trainer.strategy).optimizer_state_partitioned:  # each rank has some of it
+        if adapt(trainer.strategy).capabilities.optimizer_state_partitioned:  # each rank has some of it
             mine = {key: value for key, value in state.items() if not value.is_meta}
             state = {key: value for each in WORLD.all_gather_object(mine) for key, value in each.items()}
         state["lr"] = torch.tensor([group["lr"] for o in trainer.optimizers for group in o.param_groups])

@@ -54,17 +54,19 @@ def _loss(output: Tensor, target: Tensor) -> Tensor:
     return output
 
 
+_MEASURED = range(2, 22)
+"""The schedules that are measured: the first two may compile kernels, and the figures of twenty are steady."""
+
+
 class Clock:
     """Measures how long this rank computes, and how long its schedules take.
 
     Args:
         device: the device that computes.
-        steps: the range of the measured schedules: the first one, and the one after the last.
     """
 
-    def __init__(self, device: torch.device, steps: tuple[int, int] = (2, 22)) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._first, self._last = steps
         self._num_steps = 0
         self.is_running = False
         """Whether the current schedule is measured."""
@@ -78,7 +80,7 @@ class Clock:
             run: runs it.
             counts: whether this schedule is one of those to measure.
         """
-        self.is_running = counts and self._first <= self._num_steps < self._last
+        self.is_running = counts and self._num_steps in _MEASURED
         start = timestamp(self._device)
         with waits_are("bubble"):
             run()

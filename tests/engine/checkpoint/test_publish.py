@@ -256,7 +256,7 @@ def test_a_manifest_with_fields_of_another_format_is_damage(tmp_path):
         ({"sequence": 1 << 62}, "it.sequence is a value of type int"),
         ({"time": 1e300}, r"it.time is 1e\+300"),
         ({"name": "a\\b"}, "which is no name within a folder"),
-        ({"name": ".lock"}, "which is no name within a folder"),
+        ({"name": ".lock"}, "a name that checkpoints don't have"),
         ({"loggers": ({"place": math.nan},)}, "NaN is no number"),
         ({"run": "x" * (1 << 26)}, "bytes, more than"),
     ],
