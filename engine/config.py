@@ -30,6 +30,7 @@ from .flags import (
     ClipAlgorithm,
     CompileMode,
     CompressionName,
+    FinetuneName,
     NonFinitePolicy,
     Offload,
     PrecisionName,
@@ -107,6 +108,9 @@ class EngineConfig:
     """Distribute samples over the ranks; False: your sampler does it."""
 
     # --- the step
+    finetune: FinetuneName | str = field(default="none", metadata=_about(_STEP, "lora:rank=8"))
+    """Freeze the module, and train small matrices beside its linear layers: ``"lora"``, ``"lora:rank=16,alpha=32"``,
+    ``"lora:targets=q_proj+v_proj"``, ... The layers are those of peft. ``"none"``: all that requires a gradient."""
     compile: bool | CompileMode | None = field(default=False, metadata=_about(_HOW, "true"))
     """Run the module's steps through `torch.compile`, in the mode named (True: ``"default"``)."""
     activation_checkpointing: ActivationCheckpointing = field(default="none", metadata=_about(_HOW, "full"))

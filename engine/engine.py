@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from . import verify as verification
+from ._compat.lightning import _MultiProcessingLauncher
 from .checkpoint import get_random_state, set_random_state
 from .checkpoint.export import check_target, configuration_of
 from .checkpoint.export import export as write_export
@@ -29,6 +30,7 @@ from .config import EngineConfig, field_docs, method_with_arguments_of, with_arg
 from .data.batch_sizes import check_batch_sizes, check_loader
 from .distributed.environment import environment_of_launcher, resolve_sizes
 from .errors import RefusedError, check_checkpoint, check_nodes, check_writable, refusing
+from .finetune import make_finetuning
 from .flags import Layout, check_count, choose
 from .initialization import check_shapes, read_stored
 from .loggers.run_names import claim_log_folders, folders_written_to
@@ -110,6 +112,9 @@ class Engine(TrainerBase):
         )
         use_own_device(self, config.strategy)
         self._save_memory(config)
+        self._finetuning = make_finetuning(config.finetune)
+        if self._finetuning is not None:
+            self.callbacks.insert(0, self._finetuning)  # type: ignore[attr-defined]
         install_loops(self, config, watch, default_bar, default_run_callbacks(config, users))
         check_cuda_graphs(mode, self.layout, offloads="activations" in (config.offload or ()))
         self._check_batches(config)
@@ -204,6 +209,10 @@ class Engine(TrainerBase):
         strategy = adapt(self.strategy)
         check_nodes(self.num_nodes, strategy.cluster_environment)
         if isinstance(model, LightningModule):  # otherwise Lightning raises an error that says what it expects
+            if self._finetuning is not None:
+                # Lightning: the launchers of workers, which get copies.
+                copies = isinstance(self.strategy.launcher, _MultiProcessingLauncher)
+                self._finetuning.prepare(model, is_copied=copies)
             check_module(model, precision=str(self.precision), comm_hook=self._parts.comm_hook)
             if self.precision in FLOAT8:
                 check_float8(model, str(self.precision), compiles=bool(self.config.compile))
@@ -227,8 +236,17 @@ class Engine(TrainerBase):
         if global_batch_size is not None and isinstance(train_dataloaders, DataLoader):
             check_loader(train_dataloaders, global_batch_size, self.config.micro_batch_size)
 
-    def export(self, path: str | Path, *, overwrite: bool = False, huggingface: str | None = None) -> None:
+    def export(
+        self,
+        path: str | Path,
+        *,
+        overwrite: bool = False,
+        huggingface: str | None = None,
+        adapters: str | None = None,
+    ) -> None:
         """Writes the weights of the module that was trained, whole under every strategy; all ranks call it.
+
+        After a run with ``finetune="lora"`` they are the module's own weights, with the adapters merged into them.
 
         Args:
             path: ``.safetensors``, or ``.pt`` for `torch.load`; local or an fsspec URL. Names are those of the module's
@@ -236,19 +254,30 @@ class Engine(TrainerBase):
             overwrite: a file of that name may be replaced.
             huggingface: name of the sub-module that is a model of transformers, such as ``"model"``. `path` is a new
                 folder then, which `from_pretrained` reads: files of at most 5 GB and the model's configuration.
+            adapters: name of the sub-module that was fine-tuned, such as ``"model"``; "" for the whole module. `path`
+                is a new folder then, with the adapters alone, which peft's `PeftModel.from_pretrained` reads.
 
         Raises:
             ValueError: another ending, a target that exists already, or no module yet.
         """
-        if huggingface is None:
+        is_folder = huggingface is not None or adapters is not None
+        if not is_folder:
             choose("ending", os.path.splitext(path)[1], {".safetensors": None, ".pt": None})
+        if huggingface is not None and adapters is not None:
+            raise RefusedError("huggingface and adapters write different folders: give one of them.")
         if self.model is None:
             raise RefusedError("export has no weights to write: call fit, validate, test or predict first.")
-        is_folder = huggingface is not None
+        ours = None if self._finetuning is None else self._finetuning.adapters
+        if adapters is not None and ours is None:
+            raise RefusedError(f"adapters={adapters!r} has nothing to write: the run had no finetune='lora'.")
         self.on_rank_zero(lambda: check_target(os.fspath(path), overwrite=overwrite, is_folder=is_folder))
         configuration = (
             {} if huggingface is None else configuration_of(self.lightning_module.get_submodule(huggingface))
         )
+        peft = None
+        if adapters is not None:
+            tuned = self.lightning_module.get_submodule(adapters)
+            peft = adapters, getattr(getattr(tuned, "config", None), "_name_or_path", None)
         folder, name = os.path.split(os.fspath(path).rstrip("/"))
         shards = os.path.join(folder, f".exporting-{name}")
         self.save_checkpoint(shards, weights_only=True)
@@ -260,6 +289,8 @@ class Engine(TrainerBase):
                     overwrite=overwrite,
                     huggingface=huggingface,
                     configuration=configuration,
+                    adapters=ours,
+                    peft=peft,
                 )
             )
         finally:
@@ -306,6 +337,8 @@ class Engine(TrainerBase):
                     generator.set_state(order)  # the engine's run has drawn from the user's generator
                 set_random_state(numbers)
                 whole = copy.deepcopy(model)
+                if engine._finetuning is not None:
+                    engine._finetuning.prepare(whole, is_copied=False)
                 read_stored(whole)
                 batch_size = self.config.global_batch_size or (loader.batch_size or 0) * engine.data_size
                 with quiet(is_trial=True):

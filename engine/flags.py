@@ -24,6 +24,7 @@ __all__ = [
     "ClipAlgorithm",
     "CompileMode",
     "CompressionName",
+    "FinetuneName",
     "Flag",
     "Layout",
     "NonFinitePolicy",
@@ -101,6 +102,9 @@ PrecisionName = Literal[
 
 CompressionName = Literal["none", "auto", "bf16", "fp16", "int8", "powersgd", "sign", "topk"]
 """Compressions without options."""
+
+FinetuneName = Literal["none", "lora"]
+"""Methods of fine-tuning without options."""
 
 CompileMode = Literal["default", "reduce-overhead", "max-autotune"]
 """Modes of `torch.compile`."""

@@ -1,7 +1,7 @@
 """Trains a causal language model of transformers on a folder of text, all of it or by LoRA, under any strategy.
 
 python examples/huggingface.py llama docs --strategy fsdp --devices 2 --accelerator cpu --weights llama.safetensors
-python examples/huggingface.py llama docs --strategy tp --devices 2 --accelerator cpu --lora 8
+python examples/huggingface.py llama docs --strategy tp --devices 2 --accelerator cpu --finetune lora:8 --adapters tuned
 
 `llama` is a folder with a config.json; of weights in it each rank reads its part. Without a tokenizer in it, tokens are
 bytes. Nothing is downloaded. It needs `pip install ".[zoo]"`.
@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 from lightning.pytorch import LightningModule, seed_everything
-from peft import LoraConfig, TaskType, get_peft_model
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -20,23 +19,18 @@ from polyphase.engine import Engine, read_weights
 
 
 class CausalLM(LightningModule):
-    def __init__(self, folder: Path, lora: int | None) -> None:
+    def __init__(self, folder: Path) -> None:
         super().__init__()
         config = AutoConfig.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
         has_weights, build = any(folder.glob("*.safetensors")), lambda: AutoModelForCausalLM.from_config(config)
-        model = read_weights(folder, build) if has_weights else build()
-        self.model = get_peft_model(model, LoraConfig(task_type=TaskType.CAUSAL_LM, r=lora)) if lora else model
-        # peft puts adapters on the device of the layers, whose weights are still to be read.
-        for layer in [part for part in self.modules() if hasattr(part, "reset_lora_parameters")]:
-            torch.nn.ModuleList([layer.lora_A, layer.lora_B]).to_empty(device="cpu")
-            layer.reset_lora_parameters("default", init_lora_weights=True)
+        self.model = read_weights(folder, build) if has_weights else build()
 
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
         self.log("train/loss", loss := self.model(input_ids=batch[0], labels=batch[0]).loss, prog_bar=True)
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=3e-4, fused=self.on_gpu or None)
+        return torch.optim.AdamW(self.parameters(), lr=3e-4, fused=self.on_gpu or None)
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -45,7 +39,8 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("text", type=Path, help="folder of the text, with sub-folders")
     parser.add_argument("--pattern", default="*.md", help="names of its files")
     parser.add_argument("--length", type=int, default=128, help="tokens of a sample")
-    parser.add_argument("--lora", type=int, help="rank of LoRA's matrices; left out: all weights are trained")
+    parser.add_argument("--finetune", default="none", help="lora:8, ...; left out: all weights are trained")
+    parser.add_argument("--adapters", type=Path, help="folder to write the adapters to, for peft")
     parser.add_argument("--weights", type=Path, help="safetensors file to write the trained weights to")
     parser.add_argument("--strategy", default="auto", help="single, ddp, fsdp, tp, pp, ...")
     parser.add_argument("--devices", default="auto", help="devices per node; torchrun and SLURM say so themselves")
@@ -67,10 +62,13 @@ def samples(model: Path, folder: Path, pattern: str, length: int) -> TensorDatas
 def main() -> None:
     flags = vars(arguments().parse_args())
     seed_everything(0)
-    folder, lora, weights, batch_size = (flags.pop(name) for name in ("model", "lora", "weights", "batch_size"))
+    folder, adapters, weights = (flags.pop(name) for name in ("model", "adapters", "weights"))
     data = samples(folder, flags.pop("text"), flags.pop("pattern"), flags.pop("length"))
+    loader = DataLoader(data, flags.pop("batch_size"), shuffle=True)
     engine = Engine(**flags, max_epochs=-1, log_every_n_steps=10)
-    engine.fit(CausalLM(folder, lora), DataLoader(data, batch_size, shuffle=True))
+    engine.fit(CausalLM(folder), loader)
+    if adapters:
+        engine.export(adapters, adapters="model")
     if weights:
         engine.export(weights)
 

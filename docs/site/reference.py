@@ -11,6 +11,7 @@ from polyphase.engine import Engine
 from polyphase.engine.cli.strategies import default_of
 from polyphase.engine.compression.registry import ROWS as HOOKS
 from polyphase.engine.config import EngineConfig, field_docs
+from polyphase.engine.finetune import LoRAOptions
 from polyphase.engine.flags import ARGUMENTS, VALUES
 from polyphase.engine.strategies.registry import STRATEGIES
 
@@ -96,6 +97,7 @@ def _all_options() -> Iterator[str]:
     for title, kinds in (
         ("Strategies", {name: row.options for name, row in STRATEGIES.items()}),
         ("Compressions", {name: hook.options for name, hook in HOOKS.items()}),
+        ("Fine-tuning", {"lora": LoRAOptions}),
     ):
         yield f"## {title}"
         told: dict[str, list[_Row]] = {}

@@ -151,11 +151,14 @@ def _verify(paths: list[str]) -> int:
     return status
 
 
-def _export(path: str, to: str, overwrite: bool, trust: bool, huggingface: str | None) -> int:
+def _export(path: str, to: str, overwrite: bool, trust: bool, huggingface: str | None, adapters: str | None) -> int:
     from .export import export
 
     _check_exists(path)
-    left_out = export(path, to, overwrite=overwrite, weights_only=not trust, huggingface=huggingface)
+    if adapters is not None and huggingface is not None:
+        raise ValueError("--adapters and --huggingface write different folders: give one of them.")
+    peft = None if adapters is None else (adapters, None)
+    left_out = export(path, to, overwrite=overwrite, weights_only=not trust, huggingface=huggingface, peft=peft)
     if left_out:
         _say(f"left out, because they are not tensors: {', '.join(left_out)}")
     _say(f"wrote {to}")
@@ -355,6 +358,11 @@ COMMANDS = {
                 "metavar": "NAME",
                 "help": "write a folder that `from_pretrained` reads: the weights of this sub-module of the"
                 " LightningModule, in files of at most 5 GB. The model's config.json is yours to add",
+            },
+            "--adapters": {
+                "metavar": "NAME",
+                "help": "write a folder that peft reads: the adapters of a run with --finetune lora, for this"
+                " sub-module of the LightningModule",
             },
             "--trust": {
                 **_SWITCH,

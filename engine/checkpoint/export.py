@@ -8,7 +8,7 @@ same layout, but copies all of a rank's shards to the host first, and does not t
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +18,7 @@ from fsspec.implementations.local import LocalFileSystem
 from torch import Tensor, nn
 
 from ..flags import choose
+from .adapters import Adapters, Weights, as_peft, merged
 from .checked_io import Files, resolve, sync
 from .dcp_storage import SAFETENSORS, bytes_of, header_bytes
 from .errors import CheckpointError
@@ -42,6 +43,8 @@ def export(
     huggingface: str | None = None,
     configuration: Mapping[str, str] | None = None,
     shard_bytes: int = _SHARD_BYTES,
+    adapters: Adapters | None = None,
+    peft: tuple[str, str | None] | None = None,
 ) -> list[str]:
     """Verifies all files of the checkpoint `path` and writes its content.
 
@@ -54,6 +57,9 @@ def export(
             `to` is a local folder then.
         configuration: contents of other files of that folder, by name.
         shard_bytes: the largest size of a file in that folder.
+        adapters: those of the module, if the checkpoint does not say it; they are merged into its weights.
+        peft: instead of the weights, write the adapters to the new local folder `to`, which peft reads: name of the
+            sub-module to which they belong, and that of the model that was fine-tuned, if it has one.
 
     Returns:
         Names of the entries in the module's state that are not tensors; what is written does not contain them.
@@ -62,9 +68,21 @@ def export(
         CheckpointError: `path` is not a checkpoint, is damaged, or has no weights.
         ValueError: the extension is unknown, the target exists already, or no weights have that name.
     """
+    if peft is not None:
+        fs, target = check_target(to, overwrite=overwrite, is_folder=True)
+        weights, left_out, adapters = _weights(path, weights_only, adapters)
+        if adapters is None:
+            raise ValueError(f"{path} has no adapters: they are in checkpoints of a run with finetune='lora'.")
+        chosen, texts = as_peft(weights, adapters, *peft)
+        with _writing(fs, target) as folder:
+            os.mkdir(folder)
+            _write_tensors(os.path.join(folder, "adapter_model.safetensors"), chosen)
+            for name, text in texts.items():
+                _write_text(folder, name, text)
+        return []
     if huggingface is not None:
         fs, target = check_target(to, overwrite=overwrite, is_folder=True)
-        weights, left_out = _weights(path, weights_only)
+        weights, left_out = _merged(path, weights_only, adapters)
         prefix = f"{huggingface}." if huggingface else ""
         named = {name.removeprefix(prefix): name for name in weights if name.startswith(prefix)}
         if not named:
@@ -85,7 +103,7 @@ def export(
         with _writing(fs, target) as name:
             _save(content, name)
         return []
-    weights, left_out = _weights(path, weights_only)
+    weights, left_out = _merged(path, weights_only, adapters)
     with _writing(fs, target) as name:
         if suffix == ".safetensors":
             _write_tensors(name, weights)
@@ -130,25 +148,28 @@ def configuration_of(model: nn.Module) -> dict[str, str]:
     return files
 
 
-Weights = dict[str, tuple[Tensor, Callable[[], Tensor]]]
-"""Tensors without content by name, each with the function that reads it."""
+def _merged(path: str, weights_only: bool, adapters: Adapters | None) -> tuple[Weights, list[str]]:
+    """Returns the weights without adapters, and the names of entries that are no tensors."""
+    weights, left_out, adapters = _weights(path, weights_only, adapters)
+    return weights if adapters is None else merged(weights, adapters), left_out
 
 
-def _weights(path: str, weights_only: bool) -> tuple[Weights, list[str]]:
-    """Returns the weights, none of which has been read, and the names of entries that are no tensors."""
+def _weights(path: str, weights_only: bool, adapters: Adapters | None) -> tuple[Weights, list[str], Adapters | None]:
+    """Returns the weights, none of which has been read, the names of entries that are no tensors, and the adapters."""
     fs, fs_path = resolve(path)
     if fs.isfile(fs_path):
         content = whole_checkpoint(path, weights_only, lazily=True)
         # Tensors of a file may share their memory, of which each is a part.
         state: dict[str, Any] = content.get("state_dict", {})
         read: Any = {key: (value, value.clone) for key, value in state.items() if isinstance(value, Tensor)}
-        names = [*content]
     else:
-        state, read, names = weights_of(path, weights_only)
-    if "state_dict" not in names:
-        raise CheckpointError(f"The checkpoint {path} has no weights: it has {', '.join(sorted(names))}.")
+        content, read = weights_of(path, weights_only)
+        state = content.get("state_dict", {})
+    if "state_dict" not in content:
+        raise CheckpointError(f"The checkpoint {path} has no weights: it has {', '.join(sorted(content))}.")
     weights = {name: (value.to("meta"), function) for name, (value, function) in read.items()}
-    return weights, [name for name in state if name not in weights]
+    adapters = adapters or Adapters.of(content.get("callbacks"))
+    return weights, [name for name in state if name not in weights], adapters
 
 
 def _load(path: str, weights_only: bool) -> dict[str, Any]:

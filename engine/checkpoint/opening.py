@@ -74,12 +74,12 @@ def open_directory(path: str, manifest: Manifest, num_ranks: int, wants: Wants) 
 
 def weights_of(
     path: str, weights_only: bool | None
-) -> tuple[dict[str, Any], dict[str, tuple[Tensor, Callable[[], Tensor]]], list[str]]:
+) -> tuple[dict[str, Any], dict[str, tuple[Tensor, Callable[[], Tensor]]]]:
     """Checks a checkpoint directory and opens its weights, without reading any.
 
     Returns:
-        The module's state with a mark for each tensor; by name, a tensor on the meta device and the function that reads
-        it whole; and the names of all entries of the checkpoint.
+        The checkpoint's content with a mark for each tensor; and by name in the module's state, a tensor on the meta
+        device and the function that reads it whole.
     """
     manifest = read_manifest(path)
     if wrong := wrong_files(path, manifest):
@@ -100,12 +100,11 @@ def weights_of(
 
         return read
 
-    state = rest.get("state_dict", {})
     weights = {}
-    for name, value in state.items():
+    for name, value in rest.get("state_dict", {}).items():
         for key in tensor_keys([value] if isinstance(value, dict) and is_mark(value) else []):
             weights[name] = torch.empty(index[key].size, dtype=index[key].dtype, device="meta"), reading(key)
-    return state, weights, [*rest]
+    return rest, weights
 
 
 def _states(

@@ -81,6 +81,16 @@ def test_averages(monkeypatch, capfd, strategy, devices):
     assert found["engine"].global_step == 68 // devices
 
 
+@pytest.mark.parametrize(("strategy", "devices"), [("fsdp_fork", 2), *nightly(SINGLE, DDP)])
+def test_adapters(monkeypatch, capfd, strategy, devices):
+    page = Page("adapters")
+    page.run_here("train.py", monkeypatch, strategy=strategy, devices=devices)
+    assert "20 steps" in capfd.readouterr().out
+    page.run_here("read.py", monkeypatch)
+    assert float(re.findall(r"largest difference (\S+)", capfd.readouterr().out)[0]) < 1e-5
+    assert (page.folder / "adapters" / "adapter_config.json").exists()
+
+
 @pytest.mark.parametrize(("strategy", "devices"), [("cp_fork", 2), *nightly(SINGLE)])
 def test_long_sequences(monkeypatch, capfd, strategy, devices):
     found = Page("long-sequences").run_here("train.py", monkeypatch, strategy=strategy, devices=devices)

@@ -122,6 +122,7 @@ def _derive_entries(module: nn.Module, options: _PlanOptions) -> tuple[tuple[Ent
         return inner, skipped + skipped_inside
 
     entries, skipped = inside("", module)  # the steps of the module itself don't go through its forward
+    entries = [_with_adapters(module, entry) for entry in entries]
     entries += _expert_entries(module, options, skipped)
     entries = _without_conflicts(module, entries, skipped)
     taken = {name for entry in entries for name in entry.styles}
@@ -268,6 +269,7 @@ def _sequence_entries(name: str, submodule: nn.Module, num_ranks: int, skipped: 
     first: str | None = None
     children = dict(submodule.named_children())
     for child, sub in children.items():
+        sub = _without_adapter(sub)
         if not isinstance(sub, nn.Linear) or not _has_weight(sub):
             first = first if isinstance(sub, _ELEMENTWISE) else None
             continue
@@ -291,7 +293,7 @@ def _vocabulary_entries(
     num_ranks = options.num_ranks
     inside = tuple(f"{name}." for name in taken)
     free = {n: m for n, m in module.named_modules() if n and n not in taken and not n.startswith(inside)}
-    heads = {n: m for n, m in free.items() if isinstance(m, nn.Linear) and _has_weight(m)}
+    heads = {n: m for n, m in free.items() if isinstance(m, nn.Linear) and _has_weight(m) and not _is_of_adapter(n)}
     tables = {n: m for n, m in free.items() if isinstance(m, nn.Embedding) and _has_weight(m)}
     done: set[str] = set()
     for name, table in tables.items():
@@ -350,9 +352,8 @@ def _cuts_bias(style: ParallelStyle) -> bool:
 
 
 def _linears(submodule: nn.Module) -> dict[str, nn.Linear]:
-    return {
-        name: child for name, child in submodule.named_children() if isinstance(child, nn.Linear) and _has_weight(child)
-    }
+    children = {name: _without_adapter(child) for name, child in submodule.named_children()}
+    return {name: child for name, child in children.items() if isinstance(child, nn.Linear) and _has_weight(child)}
 
 
 def _first_name(names: Iterable[str], linears: Mapping[str, nn.Linear]) -> str | None:
@@ -375,6 +376,35 @@ def _has_weight(layer: nn.Module) -> bool:
 def _has_tensors(module: nn.Module) -> bool:
     tables = (module._parameters, module._buffers)
     return any(tensor is not None for table in tables for tensor in table.values())
+
+
+# --- layers with adapters
+# Layers of peft's LoRA, which add the output of two small layers, A and B, to that of the layer itself. Of a layer that
+# is split by columns B is split alike, and A of one that is split by rows; the other one is whole.
+
+
+def _without_adapter(layer: nn.Module) -> nn.Module:
+    """The layer itself, or the one that an adapter was added to."""
+    base = getattr(layer, "base_layer", None)
+    return base if isinstance(base, nn.Linear) and hasattr(layer, "lora_A") else layer
+
+
+def _is_of_adapter(name: str) -> bool:
+    return ".base_layer" in name or ".lora_" in name
+
+
+def _with_adapters(module: nn.Module, entry: Entry) -> Entry:
+    """Splits layers with adapters and the adapters, where `entry` names what holds both."""
+    styles: dict[str, ParallelStyle] = {}
+    for name, style in entry.styles.items():
+        layer: Any = module.get_submodule(name)
+        if _without_adapter(layer) is layer:
+            styles[name] = style
+            continue
+        styles[f"{name}.base_layer"] = style
+        adapter = "lora_A" if isinstance(style, RowwiseParallel) else "lora_B"
+        styles |= {f"{name}.{adapter}.{key}": style for key in getattr(layer, adapter)}
+    return dataclasses.replace(entry, styles=styles)
 
 
 # --- tied weights
@@ -502,7 +532,7 @@ def _user_entries(module: nn.Module, plan: Any) -> Iterator[Entry]:
             hint = did_you_mean(pattern, names)
             raise ValueError(f"{method} names {pattern!r}, but the module has no such part.{hint}")
         for name in matching:
-            yield Entry(name, _style_text(style), {name: style})
+            yield _with_adapters(module, Entry(name, _style_text(style), {name: style}))
 
 
 def _style_text(style: ParallelStyle) -> str:
