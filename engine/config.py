@@ -109,8 +109,9 @@ class EngineConfig:
 
     # --- the step
     finetune: FinetuneName | str = field(default="none", metadata=_about(_STEP, "lora:rank=8"))
-    """Freeze the module, and train small matrices beside its linear layers: ``"lora"``, ``"lora:rank=16,alpha=32"``,
-    ``"lora:targets=q_proj+v_proj"``, ... The layers are those of peft. ``"none"``: all that requires a gradient."""
+    """Freeze the module and train adapters, small matrices beside its linear layers. ``"lora"``,
+    ``"lora:rank=16,alpha=32"``, ``"lora:targets=q_proj+v_proj"``; the layers are those of peft. ``"none"``: train all
+    parameters that require a gradient."""
     compile: bool | CompileMode | None = field(default=False, metadata=_about(_HOW, "true"))
     """Run the module's steps through `torch.compile`, in the mode named (True: ``"default"``)."""
     activation_checkpointing: ActivationCheckpointing = field(default="none", metadata=_about(_HOW, "full"))

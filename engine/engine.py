@@ -267,8 +267,8 @@ class Engine(TrainerBase):
             raise RefusedError("huggingface and adapters write different folders: give one of them.")
         if self.model is None:
             raise RefusedError("export has no weights to write: call fit, validate, test or predict first.")
-        ours = None if self._finetuning is None else self._finetuning.adapters
-        if adapters is not None and ours is None:
+        added = None if self._finetuning is None else self._finetuning.adapters
+        if adapters is not None and added is None:
             raise RefusedError(f"adapters={adapters!r} has nothing to write: the run had no finetune='lora'.")
         self.on_rank_zero(lambda: check_target(os.fspath(path), overwrite=overwrite, is_folder=is_folder))
         configuration = (
@@ -289,7 +289,7 @@ class Engine(TrainerBase):
                     overwrite=overwrite,
                     huggingface=huggingface,
                     configuration=configuration,
-                    adapters=ours,
+                    adapters=added,
                     peft=peft,
                 )
             )

@@ -158,8 +158,8 @@ class FineTuning(Callback):
         Raises:
             ValueError: it has not.
         """
-        ours = self.state_dict()
-        if any(state_dict[key] != ours[key] for key in ("rank", "alpha", "layers")):
+        plain = self.state_dict()
+        if any(state_dict[key] != plain[key] for key in ("rank", "alpha", "layers")):
             raise ValueError(
                 f"finetune={self.flag!r} does not fit the checkpoint, which has adapters of rank {state_dict['rank']}"
                 f" with alpha {state_dict['alpha']} in {len(state_dict['layers'])} layers: give the flag of its run."
@@ -289,7 +289,7 @@ def _targets(module: nn.Module, text: str) -> list[str]:
 
 
 def _reader_of(module: nn.Module, name: str) -> str:
-    """What computes with the weight of a layer without a call of it; "" if nothing is known to."""
+    """Names the module that reads the weight of a layer without a call of it; "" if none is known."""
     owner = module.get_submodule(name.rpartition(".")[0])
     if isinstance(owner, nn.MultiheadAttention):
         return "nn.MultiheadAttention"

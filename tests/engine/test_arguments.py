@@ -33,6 +33,7 @@ OURS = {
     "global_batch_size": None,
     "hang_timeout_s": 600.0,
     "micro_batch_size": None,
+    "finetune": "none",
     "nonfinite": "warn",
     "resume": None,
     "seed_samples": False,
