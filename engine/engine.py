@@ -114,6 +114,11 @@ class Engine(TrainerBase):
         self._save_memory(config)
         self._finetuning = make_finetuning(config.finetune)
         if self._finetuning is not None:
+            if config.precision in FLOAT8:
+                raise ValueError(
+                    f"finetune={config.finetune!r} has not been tried with precision={config.precision!r}: choose"
+                    " 'bf16-mixed'."
+                )
             self.callbacks.insert(0, self._finetuning)  # type: ignore[attr-defined]
         install_loops(self, config, watch, default_bar, default_run_callbacks(config, users))
         check_cuda_graphs(mode, self.layout, offloads="activations" in (config.offload or ()))

@@ -74,7 +74,9 @@ def make_finetuning(flag: str) -> "FineTuning | None":
 
 def _peft() -> Any:
     try:
-        return importlib.import_module("peft")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "invalid escape sequence")  # in torchao, which peft imports
+            return importlib.import_module("peft")
     except ImportError as error:
         raise RefusedError(f"finetune='lora' needs peft: pip install 'polyphase[lora]'. ({error})") from error
 

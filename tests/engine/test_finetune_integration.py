@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
@@ -14,12 +13,13 @@ from torch import Tensor, nn
 from polyphase.engine import Engine, read_weights
 from polyphase.engine.checkpoint.commands import main as ckpt
 from polyphase.engine.errors import RefusedError
-from polyphase.engine.finetune import LoRAOptions, add_adapters
+from polyphase.engine.finetune import LoRAOptions, _peft, add_adapters
 from tests.engine.eager_graphs import eager_graphs
 from tests.engine.parity import MLP, QUIET, build, largest_difference, loader, plain_loop, suffixed
 from tests.engine.tiny import SavesIn
 from tests.pairs import nightly
 
+peft = _peft()
 GPT = "gpt, tied"
 STEPS, ACCUMULATE, RANK = 6, 2, 4
 TOLERANCE = 1e-6
@@ -298,6 +298,12 @@ def test_layers_made_too_late_are_refused():
         Engine(finetune="lora:2", accelerator="cpu", devices=1, max_steps=1, **QUIET).fit(Grows(), digits())
     with pytest.raises(RefusedError, match=r"adds adapters to what Later\.configure_model"):
         Engine(strategy="ddp_fork", devices=2, finetune="lora:2", accelerator="cpu", **QUIET).fit(Later(), digits())
+
+
+def test_products_in_float8_are_refused(monkeypatch):
+    monkeypatch.setattr("polyphase.engine.engine.FLOAT8", {"bf16-mixed": ""})  # the CPU has no others
+    with pytest.raises(RefusedError, match="has not been tried with precision='bf16-mixed'"):
+        Engine(finetune="lora", precision="bf16-mixed", accelerator="cpu", devices=1, **QUIET)
 
 
 def test_the_random_numbers_of_the_run_stay():
