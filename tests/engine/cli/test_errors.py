@@ -115,14 +115,16 @@ EngineCLI(BoringModel)
         (["--trainer.stratgy", "ddp"], "fit has no flag --trainer.stratgy. Did you mean --trainer.strategy?"),
         (["--trainer.fp16", "true"], "fit has no flag --trainer.fp16. Did you mean --trainer.precision 16-mixed?"),
         (["--trainer.gradient_accumulation_steps=4"], "Did you mean --trainer.accumulate_grad_batches?"),
+        (["--config", "run.yaml"], "does not accept option 'trainer.max_epochz'. Did you mean 'max_epochs'?"),
     ],
 )
 def test_a_cli_of_the_users_own_tells_it_in_two_lines(words, message, tmp_path):
     (tmp_path / "own.py").write_text(OWN)
+    (tmp_path / "run.yaml").write_text("trainer:\n  max_epochz: 3\n")
     finished = run_command([sys.executable, "own.py", "fit", *words], cwd=tmp_path)
     assert finished.returncode == 2
     *_, said, more = finished.output.strip().splitlines()
-    assert said.startswith("own.py: error: fit has no flag ")
+    assert said.startswith("own.py: error: ")
     assert message in said
     assert more == "All flags: own.py fit --help"
     assert "usage" not in finished.output
