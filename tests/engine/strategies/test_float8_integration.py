@@ -31,6 +31,7 @@ def _graphs(monkeypatch):
     assert not dist.is_initialized()
 
 
+@pytest.mark.timeout(300)  # seven runs of one or two processes, two of them compiled
 @pytest.mark.parametrize("name", ["float8-rowwise", *nightly("float8")])
 def test_shards_change_no_bit_and_several_ranks_little(name):
     alone, copies = train("single", 1, precision=name), train("ddp_fork", 2, precision=name)
