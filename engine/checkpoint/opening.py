@@ -212,8 +212,9 @@ def check_written(path: str, manifest: Manifest, index: Index, rest: bytes, rank
         with _as_damage(path):
             check_index(index, manifest.files)
             # Written by this process: pickle's own unpickler, which is in C, runs nothing foreign.
-            own = [torch.load(io.BytesIO(content), map_location="cpu", weights_only=False) for content in (rest, ranks)]
-            _check_states(*own, manifest, index)
+            own_rest = torch.load(io.BytesIO(rest), map_location="cpu", weights_only=False)
+            own_ranks = torch.load(io.BytesIO(ranks), map_location="cpu", weights_only=False)
+            _check_states(own_rest, own_ranks, manifest, index)
     except CheckpointError as error:
         return [str(error)]
     return [*filter(None, damaged)]

@@ -440,10 +440,10 @@ class RankLoss:
         job: JobStore = self._registry.job
         with self._lock:
             self._members, self._generation = list(ranks), self._generation + 1
-        here = [f"polyphase/losses/{self._generation}/here/{rank}" for rank in ranks]
+        keys = [f"polyphase/losses/{self._generation}/here/{rank}" for rank in ranks]
         rank = self._members.index(self._me)
-        job.write(here[rank], {})
-        while not job.has(*here):
+        job.write(keys[rank], {})
+        while not job.has(*keys):
             if self._lost():
                 raise _LostAgainError
             time.sleep(_TICK_S)

@@ -129,6 +129,7 @@ def test_promises_rest_on_versions_that_are_required():
 
 UNPICKLED = {
     "engine/checkpoint/whole.py": ["load_archive"],  # with the `weights_only` of the caller
+    "engine/checkpoint/opening.py": ["check_written"],  # what this process has just written, in memory
     "engine/resume/from_checkpoint.py": ["_opened"],  # what this process has just written
     "engine/launch/process_launchers.py": ["_first_exception", "join", "take"],
     "engine/strategies/ps/rpc.py": ["_Unpickler"],
