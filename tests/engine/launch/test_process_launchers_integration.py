@@ -203,9 +203,18 @@ def ends(rank: int, how: str) -> None:
     ],
 )
 def test_a_worker_that_was_lost_hides_no_end_of_others(how, error, text):
-    workers = _Workers(start_processes(ends, (how,), nprocs=2, join=False, start_method="fork"), lambda rank: rank == 1)
+    started = start_processes(ends, (how,), nprocs=2, join=False, start_method="fork")
+    workers = _Workers(started, lambda rank, code: rank == 1, lambda: False)
     assert not workers.join()  # the first of them is gone
     with pytest.raises(error, match=text):
+        workers.join()
+
+
+def test_results_that_the_last_of_the_workers_left_has_not_returned_are_an_error():
+    started = start_processes(ends, ("stops",), nprocs=2, join=False, start_method="fork")
+    workers = _Workers(started, lambda rank, code: True, lambda: False)
+    assert not workers.join()
+    with pytest.raises(ProcessExitedException, match="terminated with exit code 143"):
         workers.join()
 
 
