@@ -14,6 +14,7 @@ from polyphase.engine import Engine, read_weights
 from polyphase.engine.checkpoint.commands import main as ckpt
 from polyphase.engine.errors import RefusedError
 from polyphase.engine.finetune import LoRAOptions, _peft, add_adapters
+from polyphase.engine.strategies import make_plan
 from tests.engine.eager_graphs import eager_graphs
 from tests.engine.parity import MLP, QUIET, build, largest_difference, loader, plain_loop, suffixed
 from tests.engine.tiny import SavesIn
@@ -68,6 +69,16 @@ MORE = [("hsdp:replicate=2", 4), ("fsdp+tp:tp=2", 4), ("pp+fsdp", 4), ("cp", 2),
 def test_equals_a_plain_loop_with_peft(flag, devices):
     weights = run(flag, devices).model.state_dict()
     assert largest_difference(weights, expected()) < TOLERANCE
+
+
+def test_tp_splits_an_adapter_as_its_layer():
+    module = build(GPT)
+    add_adapters(module, LoRAOptions(rank=RANK))
+    names = {name.removeprefix("net.blocks.0.") for name in make_plan(module, 2).styles if ".0." in name}
+    layers = ["attention.qkv", "attention.out", "mlp.up", "mlp.down"]
+    adapters = {"attention.qkv.lora_B", "attention.out.lora_A", "mlp.up.lora_B", "mlp.down.lora_A"}
+    regions = {"attention", "mlp"}
+    assert names == {*(f"{name}.base_layer" for name in layers), *(f"{name}.default" for name in adapters), *regions}
 
 
 @pytest.mark.parametrize("flag", ["local_sgd", *nightly("diloco")])
