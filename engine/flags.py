@@ -431,6 +431,16 @@ ARGUMENTS: Mapping[str, Mapping[str, str]] = {
         "weights_save_path": "default_root_dir",
         "weights_summary": "enable_model_summary",
     },
+    "peft": {
+        "lora_alpha": "finetune='lora:alpha=16'",
+        "lora_dropout": "finetune='lora:dropout=0.1'",
+        "lora_r": "finetune='lora:rank=8'",
+        "lora_rank": "finetune='lora:rank=8'",
+        "peft_config": "finetune='lora:rank=8'",
+        "target_modules": "finetune='lora:targets=q_proj+v_proj'",
+        "use_lora": "finetune='lora:rank=8'",
+        "use_peft": "finetune='lora:rank=8'",
+    },
     "Polyphase, earlier": {
         "enable_doctor": "callbacks=[Doctor()]",
     },
