@@ -144,6 +144,36 @@ def test_weights_are_those_of_a_resumption_without_the_killed_rank(tmp_path, vic
         assert largest_difference(killed.state_dict(), expected.state_dict()) == 0
 
 
+class Behind(Callback):
+    """Rank 2 is killed when rank 0 has made a step, and rank 1, which is about to, has lost its connections."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        if trainer.world_size != RANKS or trainer.global_step != AT:
+            return
+        if trainer.global_rank == 2:
+            (self.folder / "pid").write_text(str(os.getpid()))
+        if trainer.global_rank == 1:
+            while not ((self.folder / "made").exists() and (self.folder / "pid").exists()):
+                time.sleep(0.01)
+            os.kill(int((self.folder / "pid").read_text()), signal.SIGKILL)
+            raise RuntimeError("Connection closed by peer")  # as gloo says to a rank that has not got all
+
+    def on_train_step_end(self, trainer: Any, pl_module: Any, save_now: bool) -> None:
+        if trainer.global_rank == 0 and trainer.global_step == AT + 1:
+            (self.folder / "made").touch()
+
+
+def test_a_rank_that_has_not_made_the_step_gets_it_from_one_that_has(tmp_path):
+    killed = Net(0.3)
+    engine = fit(killed, on_rank_loss="continue", callbacks=[Behind(tmp_path)])
+    expected = resumed_without(2, tmp_path / "saved.ckpt", Net(0.3), AT + 1)
+    assert engine.global_step == EPOCHS * -(-SIZE // BATCH)
+    assert largest_difference(killed.state_dict(), expected.state_dict()) == 0
+
+
 class Rank0sDuties(Callback):
     """Writes down the losses that a rank learns of."""
 
