@@ -13,6 +13,8 @@ from typing import Any
 # Before torch is imported: ranks share the machine's cores, and are processes of the CPU where it has GPUs, too.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
+# A test of data sets it, and transformers, which torchmetrics imports, has read it in the warm process by then.
+os.environ["HF_HUB_OFFLINE"] = "1"
 
 import hypothesis
 import pytest
