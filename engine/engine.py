@@ -4,7 +4,6 @@ import copy
 import dataclasses
 import inspect
 import os
-import signal
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -40,6 +39,7 @@ from .loop.rank_loss import check_may_lose_ranks, check_run_may_lose_ranks
 from .loop.runs import check_callbacks, check_manual_optimization, quiet, reports_uncaught
 from .precision import FLOAT8
 from .reliability.nonfinite import NonFiniteWatch
+from .reliability.signals import STOPPED
 from .resume import from_checkpoint  # noqa: F401 - makes load_from_checkpoint open directories
 from .select import check_module, default_run_callbacks, select, use_own_device, with_defaults
 from .strategies import STRATEGIES, adapt, lists_devices, prepare_to_repeat
@@ -207,7 +207,7 @@ class Engine(TrainerBase):
         try:
             super().fit(model, train_dataloaders, val_dataloaders, datamodule, resume, weights_only)
         except SIGTERMException as stopped:
-            stopped.code = 128 + signal.SIGTERM  # as in shells; Lightning's 0 looks like success
+            stopped.code = STOPPED  # Lightning's 0 looks like success
             raise
 
     def _check_fit(self, model: LightningModule, train_dataloaders: Any) -> None:

@@ -4,7 +4,6 @@ import functools
 import inspect
 import logging
 import re
-import signal
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -27,6 +26,7 @@ from .._compat.lightning import _MultiProcessingLauncher, _SubprocessScriptLaunc
 from .._compat.torch import OptimizedModule
 from ..data.streams import check_made_for, check_script_makes_none
 from ..errors import NoModuleError, RefusedError, refusing
+from ..reliability.signals import INTERRUPTED
 from ..reliability.tracebacks import Failure, failure_of, forget_failures, on_uncaught
 from ..strategies import adapt
 
@@ -45,9 +45,6 @@ __all__ = [
 log = logging.getLogger("polyphase.engine")
 
 _MethodT = TypeVar("_MethodT", bound=Callable[..., Any])
-
-INTERRUPTED = 128 + signal.SIGINT
-"""The exit code by which shells report that Ctrl-C has ended a process."""
 
 
 def checked(method: _MethodT) -> _MethodT:

@@ -35,10 +35,12 @@ from ..contract import adapt
 from ..distributed.job_store import SignedStore
 from ..distributed.waits import waiting
 
-__all__ = ["Interrupted", "SignalConnector", "SteeredApartError", "Steering", "StopConsensus"]
+__all__ = ["INTERRUPTED", "STOPPED", "Interrupted", "SignalConnector", "SteeredApartError", "Steering", "StopConsensus"]
 
 log = logging.getLogger("polyphase.engine")
 
+INTERRUPTED, STOPPED = 128 + signal.SIGINT, 128 + signal.SIGTERM
+"""The exit codes by which shells report that Ctrl-C, or a request to stop, has ended a process."""
 _END_OF_STEP = 2**32 - 1
 """The number of the boundary between two steps; it is greater than any number of evaluated batches."""
 _PERIOD_S = 1.0
@@ -192,7 +194,7 @@ class SignalConnector(_SignalConnector):  # Lightning: Trainer._signal_connector
         if not self._is_interrupted or isinstance(exception, KeyboardInterrupt):
             return exception
         if isinstance(exception, SIGTERMException):
-            return Interrupted(128 + signal.SIGINT)
+            return Interrupted(INTERRUPTED)
         log.warning("After Ctrl-C, the run ended before the end of the step: %r", exception)
         return KeyboardInterrupt()
 

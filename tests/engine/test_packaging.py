@@ -131,7 +131,7 @@ UNPICKLED = {
     "engine/checkpoint/whole.py": ["load_archive"],  # with the `weights_only` of the caller
     "engine/checkpoint/opening.py": ["check_written"],  # what this process has just written, in memory
     "engine/resume/from_checkpoint.py": ["_opened"],  # what this process has just written
-    "engine/launch/process_launchers.py": ["_first_exception", "join", "take"],
+    "engine/launch/worker_launcher.py": ["_first_exception", "join", "take"],
     "engine/strategies/ps/rpc.py": ["_Unpickler"],
 }
 """All that may unpickle more than plain values, each in docs/security.md."""

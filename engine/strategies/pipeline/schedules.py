@@ -4,7 +4,8 @@
 activations of at most `pipeline_size` micro-batches. `interleaved` (arXiv:2104.04473): several smaller stages per rank,
 which divides the bubble by their number. `zero-bubble` (arXiv:2401.10241, ZB1P): weight gradients fill the bubble.
 
-Imported before the process group is started: see `launch/process_launchers.py`.
+Imported before any process group exists: torch's modules bind the default group into defaults of functions, which
+would otherwise outlive `destroy_process_group` and abort the process at exit under gloo.
 """
 
 from collections.abc import Callable, Sequence

@@ -20,7 +20,7 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
 
 from polyphase.engine import Engine
-from polyphase.engine.launch.process_launchers import _Stored, _Workers, check_forks
+from polyphase.engine.launch.worker_launcher import _Stored, _Workers, check_forks
 from tests.engine.tiny import QUIET, Regression, rows
 
 pytestmark = pytest.mark.timeout(60)
