@@ -17,7 +17,7 @@ from rich.table import Table
 from ..flags import choose, did_you_mean
 from ..foreign import for_terminal
 from .checked_io import Files, resolve
-from .errors import CheckpointError
+from .errors import CheckpointError, damage
 from .manifest import RANKS, REST, TENSORS, Manifest, is_checkpoint, is_directory, read_manifest
 from .retention import list_entries, prune
 from .single_file import SUFFIXES, wrong_in
@@ -90,9 +90,9 @@ def _inspect(path: str, tensors: bool) -> int:
     small = [name for name in (TENSORS, REST, RANKS) if name in manifest.files]
     wrong = [f"{name} is missing in the manifest" for name in manifest.missing_files()]
     wrong += [problem for name in small if (problem := files.check(name, *manifest.files[name]))]
-    wrong = wrong or check_content(path, manifest, is_to_open=False)
+    wrong = wrong or check_content(path, manifest)[0]
     if wrong:
-        raise CheckpointError(f"The checkpoint {path} is damaged: {'; '.join(wrong)}.")
+        raise damage(path, "; ".join(wrong))
     stored = {key: (tensor.size, tensor.properties.dtype) for key, tensor in tensors_in(files, manifest).items()}
     _print({**_about(path, manifest, len(stored)), **_progress(files)}, stored if tensors else {})
     return 0
@@ -252,9 +252,12 @@ def _problems(path: str) -> list[str]:
         manifest = read_manifest(path)
         if not is_directory(path):
             return wrong_in(path) or _unopenable(path)
-        return wrong_files(path, manifest) or check_content(path, manifest)
-    except CheckpointError as damage:
-        return [str(damage)]
+        if wrong := wrong_files(path, manifest):
+            return wrong
+        wrong, refused = check_content(path, manifest)
+        return wrong + refused
+    except CheckpointError as error:
+        return [str(error)]
 
 
 def _unopenable(path: str) -> list[str]:

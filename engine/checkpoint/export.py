@@ -68,9 +68,11 @@ def export(
         CheckpointError: `path` is not a checkpoint, is damaged, or has no weights.
         ValueError: the extension is unknown, the target exists already, or no weights have that name.
     """
+    is_folder = peft is not None or huggingface is not None
+    suffix = "" if is_folder else choose("ending", os.path.splitext(to)[1], SUFFIXES)
+    fs, target = check_target(to, overwrite=overwrite, is_folder=is_folder)
     if peft is not None:
-        fs, target = check_target(to, overwrite=overwrite, is_folder=True)
-        weights, left_out, adapters = _weights(path, weights_only, adapters)
+        weights, _, adapters = _weights(path, weights_only, adapters)
         if adapters is None:
             raise ValueError(f"{path} has no adapters: they are in checkpoints of a run with finetune='lora'.")
         chosen, texts = as_peft(weights, adapters, *peft)
@@ -81,7 +83,6 @@ def export(
                 _write_text(folder, name, text)
         return []
     if huggingface is not None:
-        fs, target = check_target(to, overwrite=overwrite, is_folder=True)
         weights, left_out = _merged(path, weights_only, adapters)
         prefix = f"{huggingface}." if huggingface else ""
         named = {name.removeprefix(prefix): name for name in weights if name.startswith(prefix)}
@@ -94,8 +95,6 @@ def export(
             for name, text in (configuration or {}).items():
                 _write_text(folder, name, text)
         return [name for name in left_out if name.startswith(prefix)]
-    suffix = choose("ending", os.path.splitext(to)[1], SUFFIXES)
-    fs, target = check_target(to, overwrite=overwrite)
     if suffix == ".ckpt":
         content = to_lightning(_load(path, weights_only))
         # The same place as in the engine's own files.

@@ -166,16 +166,16 @@ def _as_damage(path: str, weights_only: bool | None = None) -> Iterator[None]:
         raise damage(path, f"{type(error).__name__}: {reason}") from error
 
 
-def check_content(path: str, manifest: Manifest, *, is_to_open: bool = True) -> list[str]:
+def check_content(path: str, manifest: Manifest) -> tuple[list[str], list[str]]:
     """Looks for faults in a checkpoint whose files match their checksums; reads no tensor and executes nothing.
 
     Args:
         path: the directory.
         manifest: the directory's manifest.
-        is_to_open: also report objects that could run code when the checkpoint is opened.
 
     Returns:
-        One text for each fault.
+        One text for each fault, and one for objects in the rest that could run code when the checkpoint is opened:
+        they may be the run's own, of which a save has warned.
     """
     files = Files(path)
     try:
@@ -183,11 +183,10 @@ def check_content(path: str, manifest: Manifest, *, is_to_open: bool = True) -> 
             index = read_index(files, manifest)
             _states(files, manifest, index, True)
     except NotPlainError as refused:
-        # The run's own objects may be in the rest, of which a save has warned.
-        return [str(refused)] if is_to_open or refused.file != REST else []
+        return ([], [str(refused)]) if refused.file == REST else ([str(refused)], [])
     except CheckpointError as error:
-        return [str(error).removeprefix(f"The checkpoint {path} is damaged: ").rstrip(".")]
-    return []
+        return [str(error).removeprefix(f"The checkpoint {path} is damaged: ").rstrip(".")], []
+    return [], []
 
 
 def check_written(path: str, manifest: Manifest, index: Index, rest: bytes, ranks: bytes) -> list[str]:

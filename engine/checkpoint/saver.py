@@ -380,13 +380,13 @@ class AsyncCheckpointer:
         # Opened before an older one is removed.
         published = read_manifest(job.path)
         if published.structures == self._opened:
-            wrong = check_written(job.path, published, index, job.rest, ranks)
-        elif wrong := check_content(job.path, published):
-            wrong = check_content(job.path, published, is_to_open=False)
+            wrong, refused = check_written(job.path, published, index, job.rest, ranks), []
         else:
-            self._opened = published.structures
+            wrong, refused = check_content(job.path, published)
         if wrong:
             raise CheckpointError(f"{job.path} can't be opened again: {'; '.join(wrong)}")
+        if not refused:
+            self._opened = published.structures
         if self.on_published is not None:
             self.on_published(job.path, manifest)
         if job.link is not None:
