@@ -12,7 +12,7 @@ from torch import Tensor
 
 from polyphase.callbacks import Snapshot
 from polyphase.engine.checkpoint import load_checkpoint
-from polyphase.engine.checkpoint.saver import Staging
+from polyphase.engine.checkpoint.staging import Staging
 from polyphase.engine.devices import module_of, wait_for
 
 from . import device

@@ -75,7 +75,7 @@ CHECKPOINT: Sequence[Stop] = (
         "weights, optimizer, loops; of each rank: random state, position in the data",
         "engine/resume/run_state.py",
     ),
-    ("Tensors are copied to host memory", "a step waits only for this copy", "engine/checkpoint/saver.py"),
+    ("Tensors are copied to host memory", "a step waits only for this copy", "engine/checkpoint/staging.py"),
     ("Each rank writes its shards", "in a directory beside the final name", "engine/checkpoint/dcp_storage.py"),
     (
         "Rank 0 writes the manifest and renames",

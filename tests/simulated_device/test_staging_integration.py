@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from polyphase.callbacks import Snapshot
 from polyphase.engine import Engine
 from polyphase.engine.checkpoint import load_checkpoint
-from polyphase.engine.checkpoint.saver import Staging
+from polyphase.engine.checkpoint.staging import Staging
 from tests.engine.parity import QUIET, build, largest_difference, loader
 from tests.pairs import nightly
 
