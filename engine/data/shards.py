@@ -27,7 +27,7 @@ from .._compat.torch import _utils as torchs
 from ..checkpoint.rng import get_random_state, set_random_state
 from .clone_loader import DatasetProxy, classes_of_torchdata, clone_loader, is_torchdata_loader
 from .own_generators import OwnGenerators, States, set_state_here
-from .stateful import StateTrackingLoader, is_hugging_face_dataset, is_stateful
+from .stateful import StateTrackingLoader, form_in_words, is_hugging_face_dataset, is_stateful
 from .stream_loader import OTHER_BATCHES, add_to_digest
 
 __all__ = [
@@ -242,14 +242,55 @@ class ShardedLoader(StateTrackingLoader):
         """False: an epoch does not depend on earlier ones, since each one makes its shards again."""
         return False
 
-    def shards_state(self) -> dict[str, Any]:
-        """Returns the state beside the positions: the number of shards, and how this epoch's shards were dealt."""
-        return {"num_shards": self.dataset.count, "dealt": self.dataset.dealt}
+    def place_after(self, epoch: int, batches: int) -> dict[str, Any]:
+        """Returns the positions, with the number of shards and how this epoch's shards were dealt."""
+        shards = {"num_shards": self.dataset.count, "dealt": self.dataset.dealt}
+        return {**super().place_after(epoch, batches), "shards": shards}
 
-    def go_on_with(self, epoch: int, batches: int, left: list[Shard]) -> None:
-        """Makes the next iterator read this rank's part of the unfinished shards, after `batches` batches."""
-        self.dataset.deal_next(self.dataset.deal(left, self.num_workers))
+    def resume_rest(
+        self, state: dict[str, Any], *, is_same: bool, epoch: int, saved: int, num_ranks: int, window: int
+    ) -> int:
+        """Resumes at the position of a run, or with this rank's part of the shards that all of its ranks have left.
+
+        Args:
+            state: state of the saved run's loader, on this rank; its entry ``of_ranks`` has those of all ranks.
+            is_same: the numbers of ranks and workers and the batch size are those of the saved run.
+            epoch: the current epoch.
+            saved: number of batches of the epoch that each rank of the saved run had done.
+            num_ranks: number of this run's ranks.
+            window: number of batches of an optimizer step.
+
+        Returns:
+            The number of batches of this run that count as done: those that hold as many samples as the saved run's.
+
+        Raises:
+            ValueError: the data has another number of shards, or there are other training loaders beside this one.
+        """
+        states = state["of_ranks"]
+        then, now = state["shards"]["num_shards"], self.dataset.count
+        if then != now:
+            raise ValueError(
+                f"The checkpoint has positions in {then} shards, but this run's {type(self.dataset.dataset).__name__}"
+                f" has {now}: use the same data, or load only the weights to begin an epoch."
+            )
+        # If a rank had read all of its shards, the remaining shards of the others are distributed over all ranks.
+        has_ended = any(stream["state"] is not None and stream["state"]["ended"] for stream in states)
+        if is_same and not has_ended:
+            self.dataset.deal_next(state["shards"]["dealt"])
+            self.resume(epoch, saved, state["state"])
+            return saved
+        if not state["is_alone"]:
+            raise ValueError(
+                "The checkpoint has the position in a stream with shards beside other training loaders, whose shards"
+                f" can't be distributed again: resume with {len(states)} rank(s), {form_in_words(state)}, from a"
+                " checkpoint in which no loader has ended; or at the end of an epoch; or load only the weights."
+            )
+        samples = saved * len(states) * (state["batch_size"] or 1)
+        batches = samples // (num_ranks * (self.batch_size or 1))
+        batches = max(window, batches // window * window)  # an optimizer step begins with the next one
+        self.dataset.deal_next(self.dataset.deal(remaining_shards(states, now), self.num_workers))
         self.begin(epoch, batches)
+        return batches
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         self.dataset.begin_epoch()

@@ -21,6 +21,8 @@ __all__ = [
     "as_stateful",
     "epoch_of",
     "epoch_setter",
+    "form_in_words",
+    "form_of",
     "has_position_state",
     "is_hugging_face_dataset",
     "is_litdata_loader",
@@ -45,6 +47,16 @@ def tracks_own_position(loader: Any) -> bool:
     if is_torchdata_loader(loader):
         return isinstance(loader.dataset, IterableDataset) or is_stateful(loader.dataset)
     return is_stateful(loader)
+
+
+def form_of(loader: Any) -> dict[str, Any]:
+    """Returns the batch size and the number of workers for which a state of a loader is valid."""
+    return {name: getattr(loader, name, None) for name in ("batch_size", "num_workers")}
+
+
+def form_in_words(form: dict[str, Any]) -> str:
+    """Returns the result of `form_of`, or a saved one, for a message."""
+    return f"batch_size={form['batch_size']} and num_workers={form['num_workers']}"
 
 
 def is_litdata_loader(loader: Any) -> bool:
@@ -167,6 +179,10 @@ class StateTrackingLoader(DataLoader):
         # As plain values only now: most states are of no checkpoint.
         draws = {name: v.plain() if isinstance(v, States) else v for name, v in state["draws"].items()}
         return {**state, "draws": draws}
+
+    def place_after(self, epoch: int, batches: int) -> dict[str, Any]:
+        """Returns `state_after`, for a checkpoint, with whatever else another run needs to continue there."""
+        return {"state": self.state_after(epoch, batches)}
 
     @property
     def has_cross_epoch_state(self) -> bool:
@@ -484,24 +500,26 @@ class KeptStates:
         epoch: returns the number of the current epoch.
         num_done: returns the number of batches of the epoch that were done before a pass.
         num_kept: returns the number of latest states that are kept.
-        start: the states of the generators at the start of the pass that is resumed; None for a new one.
-        is_over: the saved run had done the last batch of the first pass, which yields nothing.
     """
 
     def __init__(
-        self,
-        loader: Any,
-        epoch: Callable[[], int],
-        num_done: Callable[[], int],
-        num_kept: Callable[[], int],
-        start: dict[str, Any] | None = None,
-        *,
-        is_over: bool = False,
+        self, loader: Any, epoch: Callable[[], int], num_done: Callable[[], int], num_kept: Callable[[], int]
     ) -> None:
         self.loader = loader
         self._epoch, self._num_done, self._num_kept = epoch, num_done, num_kept
         self._states: dict[int, Any] = {}
         self._epoch_of_states = -1
+        self._resumed: dict[str, Any] | None = None
+        self._start: dict[str, Any] | None = None
+        self._is_over = False
+
+    def resume(self, start: dict[str, Any] | None, *, is_over: bool) -> None:
+        """Makes the next pass that of a saved run.
+
+        Args:
+            start: the states of the generators at the start of the pass; None for a new one.
+            is_over: the saved run had done the last batch of the pass, which yields nothing.
+        """
         self._resumed, self._start, self._is_over = start, start, is_over
 
     def __len__(self) -> int:
@@ -530,7 +548,7 @@ class KeptStates:
             self._states.pop(number - self._num_kept(), None)
             yield batch
 
-    def state_after(self, epoch: int, batches: int) -> dict[str, Any]:
+    def place_after(self, epoch: int, batches: int) -> dict[str, Any]:
         """Returns the state after a number of batches of an epoch, with those of generators at its start and now."""
         is_kept = epoch == self._epoch_of_states and batches in self._states
         return {

@@ -291,7 +291,7 @@ class RankLoss:
         if self._is_to_deal:
             self._start.divide(self._deal)
             self._start = StepStart(self._trainer, loop)
-        self._trainer._data_connector.data_position.draws.mark_step()
+        self._trainer._data_connector.data_position.data_sets.mark_step()
         self._versions = self._present_versions()
 
     def _present_versions(self) -> list[int]:
@@ -358,7 +358,7 @@ class RankLoss:
             if not is_made:
                 assert self._start is not None
                 self._start.return_to(self._deal)
-                trainer._data_connector.data_position.draws.return_to_step()
+                trainer._data_connector.data_position.data_sets.return_to_step()
             lost = [rank for rank in before if rank not in self._members]
             event = LostRanks(lost, decision["steps"], len(self._members), time.monotonic() - began_s)
             self.events.append(event)

@@ -137,7 +137,7 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
         if not self.restarting and not self.trainer.fit_loop.is_resuming:
             data.data_position.begin_next_epoch()
         elif self._begins_epoch:
-            data.data_position.data_epochs.restart_changed_streams(data_fetcher, data.data_position.epoch)
+            data.data_position.data_sets.restart_changed_streams(data_fetcher, data.data_position.epoch)
             self._begin_new_loaders(data_fetcher)
         super().on_run_start(data_fetcher)
         self.trainer._checkpoint_connector.run_state.random.set()  # type: ignore[attr-defined]
@@ -222,7 +222,7 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
         self._batches_at_step, self._marked_step = self.batch_progress.current.ready, num_steps
         if self.trainer.accumulate_grad_batches > 1:
             self._rng_state_at_step = get_random_state()
-            self.trainer._data_connector.data_position.draws.mark_step()  # type: ignore[attr-defined]
+            self.trainer._data_connector.data_position.data_sets.mark_step()  # type: ignore[attr-defined]
 
     @property
     def rng_state_of_window(self) -> dict[str, Any] | None:

@@ -5,7 +5,7 @@ without either restarts the epoch.
 """
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
@@ -20,20 +20,20 @@ from .._compat.lightning import _parse_num_batches
 from ..data.batch_sizes import BatchSizes
 from ..data.drawing import restore_sampler
 from ..data.epoch_position import EpochPosition, Watched, WatchedLoaders, controlling_sampler, order_of
-from ..data.own_generators import OwnGenerators, set_own_states
-from ..data.shards import ShardedLoader, digest_of_generators, loses_its_buffer, remaining_shards, why_not_shardable
+from ..data.own_generators import set_own_states
+from ..data.shards import ShardedLoader, why_not_shardable
 from ..data.stateful import (
     KeptStates,
     StateTrackingLoader,
-    epoch_of,
-    epoch_setter,
+    form_in_words,
+    form_of,
     is_litdata_loader,
     is_stateful,
-    set_epoch,
     tracks_own_position,
 )
 from ..data.uneven import UnevenTrainLoader, check_trained_side_by_side
 from ..data.workers import WithWorkers, Workers
+from .data_sets import DataSetStates
 
 __all__ = ["DataPosition"]
 
@@ -64,19 +64,15 @@ class DataPosition:
         self._brings_own_sampler = brings_own_sampler
         self._seeds_samples = seeds_samples
         self._resumed_positions: dict[DataLoader, EpochPosition] = {}
-        self._watched: dict[DataLoader, Watched] = {}
-        self._kept_states: dict[int, KeptStates] = {}
-        self._pass_starts: dict[int, dict[str, Any] | None] = {}
-        """Like `_kept_states`, by the `id` of the loader: loaders of other classes may be unhashable."""
-        self._num_passes: dict[DataLoader, int] = {}
-        self._worker_states: dict[DataLoader, Any] = {}
+        self._watched: dict[int, Watched | KeptStates] = {}
+        """What reads the loaders that stay the user's own, by the `id` of the loader, which may be unhashable."""
         self._epoch_starts: list[tuple[DataLoader, dict[str, Any]]] = []
         self._to_resume: list[dict[str, Any]] = []
         self._is_resuming = self._is_in_mid_epoch = False
         self._saved_batches = self._counted_batches = 0
         self._lengths: list[int | None] = []
         """The loaders' lengths in the current epoch."""
-        self.draws, self.data_epochs = _DataDraws(trainer), _DataSetEpochs(trainer)
+        self.data_sets = DataSetStates(trainer)
 
     @property
     def epoch(self) -> int:
@@ -86,7 +82,9 @@ class DataPosition:
     def begin_run(self) -> None:
         """Resets all state when a run begins: a tuner may have ended the last run before it has used its states."""
         self._is_resuming, self._to_resume, self.sample_seed = False, [], None
-        self.draws.begin_run()
+        self.data_sets.begin_run()
+        # The passes over a sampler are counted over all runs, since it may count them itself; states are of one run.
+        self._watched = {key: watched for key, watched in self._watched.items() if isinstance(watched, Watched)}
         self._epoch_starts.clear()
 
     def begin(self) -> None:
@@ -128,45 +126,26 @@ class DataPosition:
         check_trained_side_by_side(combined, self.trainer.data_size)
         if type(combined) not in (CombinedLoader, WatchedLoaders):
             return
-        self.data_epochs.watch(combined)
-        watched = {}
-        for loader in combined.flattened:
-            if not isinstance(loader, DataLoader) or order_of(loader) is not None or tracks_own_position(loader):
-                continue
-            if has_iterable_dataset(loader) or sized_len(controlling_sampler(loader)) is None:
-                continue
-            watched[loader] = self._watched.get(loader) or Watched(
-                loader, controlling_sampler(loader), lambda: self.epoch, self.num_kept
-            )
-            if loader in self._num_passes:
-                watched[loader].passes.resume(self._num_passes.pop(loader))
-            if (workers := watched[loader].workers) is not None:
-                workers.resume(loader, self._worker_states.pop(loader, None))
-        self._watched = watched
+        self.data_sets.watch()
+        loaders = combined.flattened
+        self._watched = {id(loader): self._watched_of(loader) for loader in loaders if _is_users(loader)}
         combined_watched: Any = combined
         combined_watched.__class__ = WatchedLoaders
+        combined_watched.watched = [self._watched.get(id(loader), loader) for loader in loaders]
+
+    def _watched_of(self, loader: Any) -> Any:
+        """Returns what reads a loader that stays the user's own: a `Watched`, or `KeptStates`."""
+        if (watched := self._watched.get(id(loader))) is not None:
+            return watched
+        if isinstance(loader, DataLoader):
+            return Watched(loader, controlling_sampler(loader), lambda: self.epoch, self.num_kept)
         progress = self.trainer.fit_loop.epoch_loop.batch_progress
-        self._kept_states = {
-            id(loader): KeptStates(
-                loader,
-                lambda: self.epoch,
-                lambda: progress.current.ready,
-                self.num_kept,
-                self._pass_starts.pop(id(loader), None),
-                is_over=self._is_resuming and self._saved_batches > 0 and not self._is_in_mid_epoch,
-            )
-            for loader in combined.flattened
-            if not isinstance(loader, DataLoader) and is_stateful(loader)
-        }
-        combined_watched.watched = [
-            watched.get(loader, loader) if isinstance(loader, DataLoader) else self._kept_states.get(id(loader), loader)
-            for loader in combined.flattened
-        ]
+        return KeptStates(loader, lambda: self.epoch, lambda: progress.current.ready, self.num_kept)
 
     def size_of_batch(self, loader: Any, index: int) -> int | None:
         """Returns the number of samples of a batch of a watched loader; None if it is unknown."""
-        watched = self._watched.get(loader) if isinstance(loader, DataLoader) else None
-        return None if watched is None else watched.size_of_batch(index)
+        watched = self._watched.get(id(loader))
+        return watched.size_of_batch(index) if isinstance(watched, Watched) else None
 
     def restore_states(self) -> None:
         """Restores the samplers' states; called when the first iterators of a resumed epoch exist."""
@@ -178,7 +157,7 @@ class DataPosition:
             )
             torch.set_rng_state(start["begun"])
         self._epoch_starts.clear()
-        self.draws.settle()
+        self.data_sets.settle()
         for loader in self._resumed_positions:
             if (order := order_of(loader)) is not None:
                 order.settle()
@@ -196,37 +175,32 @@ class DataPosition:
         # Lightning: the loaders as _prepare_dataloader left them.
         combined = self.trainer.fit_loop._combined_loader
         loaders = [] if combined is None else combined.flattened
-        states = [
-            {**self._state_of(loader, epoch, batches, begins), **_state_of_data(loader, begins=begins)}
-            for loader in loaders
-        ]
-        for state, draws in zip(states, self.draws.states(), strict=True):
-            state["own"] = draws
+        places = [self._state_of(loader, epoch, batches, begins) for loader in loaders]
+        data_sets = self.data_sets.states(begins=begins)
         return {
             "world_size": self.trainer.data_size,
             "batches": batches,
-            "loaders": states,
+            "loaders": [{**place, **data_set} for place, data_set in zip(places, data_sets, strict=True)],
             "micro_batch_size": self.sizes.fitted,
             "sample_seed": self.sample_seed,
         }
 
     def _state_of(self, loader: Any, epoch: int, batches: int, begins: bool) -> dict[str, Any]:
-        if isinstance(loader, StateTrackingLoader):
-            shards = {"shards": loader.shards_state()} if isinstance(loader, ShardedLoader) else {}
-            return {**_stateful(loader), "state": loader.state_after(epoch, batches), **shards}
-        if id(loader) in self._kept_states:
-            return {**_stateful(loader), **self._kept_states[id(loader)].state_after(epoch, batches)}
+        watched = self._watched.get(id(loader))
+        stateful = loader if watched is None else watched
+        if isinstance(stateful, (StateTrackingLoader, KeptStates)):
+            return {"unit": "stateful", **form_of(loader), **stateful.place_after(epoch, batches)}
         if tracks_own_position(loader):
-            return {**_stateful(loader), "state": loader.state_dict()}
+            return {"unit": "stateful", **form_of(loader), "state": loader.state_dict()}
         if not isinstance(loader, DataLoader) or has_iterable_dataset(loader) or sized_len(loader) is None:
             return {"unit": None}
         position = self._resumed_positions.get(loader)
         if position is None:
-            brings_own_sampler = order_of(loader) is None and self._brings_own_sampler(loader)
-            watched = self._watched.get(loader)
-            if order_of(loader) is None and watched is None and not _is_known(controlling_sampler(loader)):
+            is_users = order_of(loader) is None
+            if is_users and watched is None and not _is_known(controlling_sampler(loader)):
                 return {"unit": None}
-            position = EpochPosition(loader, 1 if brings_own_sampler else self.trainer.data_size, watched=watched)
+            sharing = 1 if is_users and self._brings_own_sampler(loader) else self.trainer.data_size
+            position = EpochPosition(loader, sharing, watched=watched)
         # Lightning: CombinedLoader's mode.
         mode = self.trainer.fit_loop._combined_loader._mode
         position.cycles = mode == "max_size_cycle" and not isinstance(loader, UnevenTrainLoader)
@@ -277,44 +251,65 @@ class DataPosition:
                 "The checkpoint has the positions of fewer training loaders than this run has: use the loaders of that"
                 " run, or load only the weights to begin an epoch."
             )
-        state = self._to_resume.pop(0)
-        self.draws.resume(loader, state.get("own"), is_in_mid_epoch=self._is_in_mid_epoch)
-        if self._is_in_mid_epoch:
-            _check_has_position(loader, state, self._saved_batches)
-        if isinstance(loader, DataLoader):
-            _check_data_set(loader, state, in_mid_epoch=self._is_in_mid_epoch)
-            self.data_epochs.resume(loader, state.get("data_epoch"))
+        state, in_mid_epoch = self._to_resume.pop(0), self._is_in_mid_epoch
+        if in_mid_epoch and state["unit"] is None:
+            over = f" over a {type(loader.dataset).__name__}" if isinstance(loader, DataLoader) else ""
+            raise ValueError(
+                f"The checkpoint was saved after {self._saved_batches} batches of the epoch, where this run's"
+                f" {type(loader).__name__}{over} can't continue: neither it nor its order says where it was. Give its"
+                " sampler a `__len__`, or the data `state_dict` and `load_state_dict`; save at the end of an epoch; or"
+                " load only the weights to begin an epoch."
+            )
+        self.data_sets.resume(loader, state, in_mid_epoch=in_mid_epoch)
         order = state.get("order") or {}
         if "begun" in order and (state["saved_by"] == self.trainer.data_size or self.trainer.data_rank == 0):
             self._epoch_starts.append((loader, order))  # the seed of its workers was drawn before
-        if state["unit"] == "stateful":
-            if not isinstance(loader, DataLoader) and self._is_in_mid_epoch:
-                self._pass_starts[id(loader)] = state.get("pass_start")
-            elif not isinstance(loader, DataLoader):
-                # The loader begins an epoch, like a new loader.
+        if not isinstance(loader, DataLoader):
+            kept = self._watched[id(loader)] = self._watched_of(loader)
+            if in_mid_epoch:
+                kept.resume(state.get("pass_start"), is_over=False)
+            else:  # it begins an epoch, like a new loader
+                kept.resume(None, is_over=self._saved_batches > 0)
                 set_own_states(loader, state.get("generators_now", {}))
                 state = {**state, "state": None}
+        if state["unit"] == "stateful":
             self._set_progress(_resume_stream(loader, state, self.trainer, self.epoch, self._saved_batches))
-        elif state["unit"] is not None and isinstance(loader, DataLoader) and (order := order_of(loader)) is not None:
-            self._resume_order(loader, order.num_replicas, state)
-        elif not state.get("position") and state.get("order") and isinstance(loader, DataLoader):
-            sampler, num_passes = controlling_sampler(loader), state["order"]["num_passes"]
-            restore_sampler(sampler, num_passes, state["order"]["sampler"])
-            if self._is_dealt_alike(state, EpochPosition(loader, state["num_sharing"])):
-                self._worker_states[loader] = state.get("workers")
-            if callable(set_epoch := getattr(sampler, "set_epoch", None)):
-                set_epoch(state["epoch"])  # Lightning's own call comes after workers have got their first indices
-            self._num_passes[loader] = num_passes
+        elif state["unit"] is not None and isinstance(loader, DataLoader) and order_of(loader) is not None:
+            self._resume_order(loader, state)
         elif state.get("position"):
-            _refuse_without_order(loader, state)
+            raise ValueError(
+                f"The checkpoint was saved after {state['position']} of {state['length']} {state['unit']} of the epoch,"
+                f" but this run's {type(loader).__name__} has no order of samples that could be continued: use the"
+                " DataLoader of that run, or load only the weights to begin an epoch."
+            )
+        elif order and isinstance(loader, DataLoader):
+            self._begin_users_order(loader, state)
 
-    def _resume_order(self, loader: DataLoader, sharing: int, state: dict[str, Any]) -> None:
+    def _begin_users_order(self, loader: DataLoader, state: dict[str, Any]) -> None:
+        """Begins the epoch that the saved run began, in the order of the user's own sampler."""
+        sampler, order = controlling_sampler(loader), state["order"]
+        restore_sampler(sampler, order["num_passes"], order["sampler"])
+        watched = self._watched[id(loader)] = self._watched_of(loader)
+        watched.passes.resume(order["num_passes"])
+        if watched.workers is not None and self._is_dealt_alike(state, EpochPosition(loader, state["num_sharing"])):
+            watched.workers.resume(loader, state.get("workers"))
+        if callable(set_epoch := getattr(sampler, "set_epoch", None)):
+            set_epoch(state["epoch"])  # Lightning's own call comes after workers have got their first indices
+
+    def _resume_order(self, loader: DataLoader, state: dict[str, Any]) -> None:
+        order = order_of(loader)
+        assert order is not None
+        sharing = order.num_replicas
         _check_sharing(state, sharing, self.trainer.data_size)
         position = EpochPosition.resumed(loader, sharing, state)
         if state["per_step"] == list(position.per_step):
             position.count(self._saved_batches)
-        elif state["position"]:
-            _check_same_batch_size(loader)
+        elif state["position"] and isinstance(loader, UnevenTrainLoader):
+            raise ValueError(
+                "The checkpoint was saved in mid-epoch, with another batch size than this run's: ranks with their own"
+                " samplers, of different lengths, can't continue there. Resume with the same batch size, or load only"
+                " the weights to begin an epoch."
+            )
         self._resumed_positions[loader] = position
         if isinstance(loader, WithWorkers) and self._is_dealt_alike(state, position):
             loader.workers.resume(loader, state.get("workers"))
@@ -400,8 +395,8 @@ class DataPosition:
                 loader.begin_again(self.epoch)
             elif (order := order_of(loader)) is not None:
                 order.passes.begin_again(self.epoch)
-            elif loader in self._watched:
-                self._watched[loader].begin_again()
+            elif isinstance(watched := self._watched.get(id(loader)), Watched):
+                watched.begin_again()
 
     def begin_next_epoch(self) -> None:
         """Drops the resumed positions; called when an epoch begins, which has its own number of batches."""
@@ -419,6 +414,15 @@ class DataPosition:
             _set_limits(trainer)
             _set_lengths(trainer)
             check_trained_side_by_side(combined, trainer.data_size)
+
+
+def _is_users(loader: Any) -> bool:
+    """Whether a loader that stays the user's own has a position: in the order of its sampler, or in its states."""
+    if not isinstance(loader, DataLoader):
+        return is_stateful(loader)
+    if order_of(loader) is not None or tracks_own_position(loader) or has_iterable_dataset(loader):
+        return False
+    return sized_len(controlling_sampler(loader)) is not None
 
 
 def _is_known(sampler: Any) -> bool:
@@ -456,47 +460,6 @@ def _set_lengths(trainer: Any) -> None:
         trainer.val_check_batch = max(1, int(fit_loop.max_batches * trainer.val_check_interval))
 
 
-# --- checks of a saved position
-# Refuses training loaders that can't continue where a checkpoint was saved; each error names the remedy.
-
-
-def _check_has_position(loader: Any, state: dict[str, Any], num_batches: int) -> None:
-    """Checks that a state saved in mid-epoch, after `num_batches` batches, has a position.
-
-    Raises:
-        ValueError: the state has no position.
-    """
-    if state["unit"] is None:
-        over = f" over a {type(loader.dataset).__name__}" if isinstance(loader, DataLoader) else ""
-        raise ValueError(
-            f"The checkpoint was saved after {num_batches} batches of the epoch, where this run's"
-            f" {type(loader).__name__}{over} can't continue: neither it nor its order says where it was. Give its"
-            " sampler a `__len__`, or the data `state_dict` and `load_state_dict`; save at the end of an epoch; or load"
-            " only the weights to begin an epoch."
-        )
-
-
-def _check_data_set(loader: DataLoader, state: dict[str, Any], *, in_mid_epoch: bool) -> None:
-    """Checks that a data set yields the samples that it yielded in the saved run.
-
-    Raises:
-        ValueError: its state lacks a shuffle buffer, or it is shuffled with other random numbers.
-    """
-    dataset: Any = loader.dataset
-    if in_mid_epoch and not isinstance(loader, ShardedLoader) and loses_its_buffer(dataset):
-        raise ValueError(
-            f"{type(dataset).__name__} has a `state_dict` that leaves out what is in the shuffle buffer of a"
-            " Hugging Face data set within: it can't continue in mid-epoch. Give the DataLoader that data"
-            " set itself, shuffle without a buffer, save at the end of an epoch, or load only the weights."
-        )
-    if state.get("generators") not in (None, digest_of_generators(dataset)):
-        raise ValueError(
-            "The Hugging Face data set is shuffled with other random numbers than in the run that saved the"
-            " checkpoint, and would yield another order: give its `shuffle` the same `seed`, which must not be"
-            " None, or load only the weights."
-        )
-
-
 def _check_sharing(state: dict[str, Any], num_sharing: int, num_ranks: int) -> None:
     """Checks that this number of ranks can continue the saved order, or the separate orders of the saved run's ranks.
 
@@ -519,199 +482,7 @@ def _check_sharing(state: dict[str, Any], num_sharing: int, num_ranks: int) -> N
         )
 
 
-def _check_same_batch_size(loader: DataLoader) -> None:
-    """Checks that a loader can continue in mid-epoch with another batch size than in the saved run.
-
-    Raises:
-        ValueError: the ranks have their own samplers, of different lengths.
-    """
-    if isinstance(loader, UnevenTrainLoader):
-        raise ValueError(
-            "The checkpoint was saved in mid-epoch, with another batch size than this run's: ranks with their own"
-            " samplers, of different lengths, can't continue there. Resume with the same batch size, or load only the"
-            " weights to begin an epoch."
-        )
-
-
-def _refuse_without_order(loader: Any, state: dict[str, Any]) -> NoReturn:
-    """Refuses a loader without an order, if the saved run was in the middle of one.
-
-    Raises:
-        ValueError: always.
-    """
-    raise ValueError(
-        f"The checkpoint was saved after {state['position']} of {state['length']} {state['unit']} of the epoch,"
-        f" but this run's {type(loader).__name__} has no order of samples that could be continued: use the"
-        " DataLoader of that run, or load only the weights to begin an epoch."
-    )
-
-
-# --- generators of data sets
-# States of the random generators that training data sets have as attributes, if their loaders have no workers.
-#
-# The generators of workers, and of streams that are fetched ahead, are saved with the states of the loaders.
-
-
-class _DataDraws:
-    """The states of the generators that one rank's training data sets keep, by loader.
-
-    Args:
-        trainer: the trainer with the data.
-    """
-
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer: Any = trainer
-        self._at_step: list[dict[str, Any]] | None = None
-        self._own: dict[int, OwnGenerators] = {}
-        """Generators by the identity of the data set, which they keep alive."""
-        self._resumed: list[tuple[Any, dict[str, Any]]] = []
-
-    def begin_run(self) -> None:
-        """Forgets the states of the last run; called when a run begins."""
-        self._at_step, self._resumed = None, []
-        self._own.clear()
-
-    def mark_step(self) -> None:
-        """Notes the present states; called before the first batch of a window, which a resumed run repeats."""
-        self._at_step = self._present()
-
-    def return_to_step(self) -> None:
-        """Sets the states that `mark_step` has noted again: the step is made again."""
-        combined = self.trainer.fit_loop._combined_loader  # Lightning: see `_present`
-        for loader, states in zip(combined.flattened, self._at_step or (), strict=True):
-            if states:
-                set_own_states(loader.dataset, states)
-
-    def states(self) -> list[dict[str, Any]]:
-        """Returns, for each loader, the states of the generators of its data set, by name."""
-        loop = self.trainer.fit_loop.epoch_loop
-        between_epochs = self.trainer._checkpoint_connector.run_state.place.is_between_epochs
-        if self._at_step is not None and not between_epochs and loop.is_in_window:
-            return self._at_step
-        self._own.clear()  # a save searches the data sets for generators again
-        return self._present()
-
-    def _present(self) -> list[dict[str, Any]]:
-        combined = self.trainer.fit_loop._combined_loader  # Lightning: the loaders as _prepare_dataloader left them
-        loaders = [] if combined is None else combined.flattened
-        return [self._states_of(loader) for loader in loaders]
-
-    def _states_of(self, loader: Any) -> dict[str, Any]:
-        if not _reads_here(loader):
-            return {}
-        dataset = loader.dataset
-        if (generators := self._own.get(id(dataset))) is None:
-            generators = self._own[id(dataset)] = OwnGenerators(dataset)
-        return generators.states()
-
-    def resume(self, loader: Any, states: dict[str, Any] | None, *, is_in_mid_epoch: bool) -> None:
-        """Sets the generators of a loader that was just prepared to the saved `states`."""
-        if states and _reads_here(loader):
-            set_own_states(loader.dataset, states)
-            self._resumed += [(loader, states)] if is_in_mid_epoch else []
-
-    def settle(self) -> None:
-        """Sets the resumed states again; called when the iterators of an epoch exist, which may have read samples."""
-        for loader, states in self._resumed:
-            set_own_states(loader.dataset, states)
-        self._resumed.clear()
-        self._own.clear()
-
-
-def _reads_here(loader: Any) -> bool:
-    return isinstance(loader, DataLoader) and loader.num_workers == 0
-
-
-# --- epochs that a hook sets on a data set, by `set_epoch` or its attribute `epoch`; a resumed run sets them again
-# Workers have copies of a data set. If they have started before a hook sets the epoch, their copies have a different
-# epoch, which is an error. A stream that does not depend on earlier epochs is restarted instead.
-
-
-def _state_of_data(loader: Any, *, begins: bool) -> dict[str, Any]:
-    """Returns the epoch that was set on a loader's data set, and a checksum of its generators, for a checkpoint."""
-    if not isinstance(loader, DataLoader):
-        return {}
-    # A stream that counts epochs itself counts the current one again when it is resumed.
-    saved_epoch = (
-        loader.data_epoch if isinstance(loader, StateTrackingLoader) and not begins else epoch_of(loader.dataset)
-    )
-    return {"data_epoch": saved_epoch, "generators": digest_of_generators(loader.dataset)}
-
-
-class _DataSetEpochs:
-    """The epochs that were set on the data sets of one rank's training loaders.
-
-    Args:
-        trainer: the trainer with the data.
-    """
-
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer: Any = trainer
-        self._by_loader: dict[DataLoader, int | None] = {}
-
-    def watch(self, combined: CombinedLoader) -> None:
-        """Notes the data sets' epochs; called before the loaders' first iterator starts their workers."""
-        self._by_loader = {loader: epoch_of(loader.dataset) for loader in combined.flattened if _has_copies(loader)}
-
-    def resume(self, loader: DataLoader, saved_epoch: int | None) -> None:
-        """Sets the epoch of the saved run on a data set.
-
-        Raises:
-            ValueError: the workers of that run may have had another epoch.
-        """
-        dataset: Any = loader.dataset
-        if (
-            saved_epoch is not None
-            and saved_epoch != epoch_of(dataset)
-            and _has_copies(loader)
-            and loader.persistent_workers
-        ):
-            raise ValueError(
-                f"{type(dataset).__name__} was set to epoch {saved_epoch} by {epoch_setter(dataset)}, but workers that"
-                " stay (persistent_workers=True) do not get it, and their epoch is unknown. Resume with"
-                " persistent_workers=False, or num_workers=0."
-            )
-        set_epoch(dataset, saved_epoch)
-
-    def restart_changed_streams(self, fetcher: Any, epoch: int) -> None:
-        """Restarts streams if a hook has set another epoch since `watch`; called before the first batch of an epoch.
-
-        Args:
-            fetcher: Lightning's data fetcher of the epoch.
-            epoch: the current epoch.
-
-        Raises:
-            ValueError: workers were started before the hook was called.
-        """
-        loaders = self.trainer.fit_loop._combined_loader.flattened  # Lightning: as _prepare_dataloader left them
-        for loader, earlier in self._by_loader.items():
-            now = epoch_of(loader.dataset)
-            if now != earlier and not loader.persistent_workers:
-                raise ValueError(
-                    f"{type(loader.dataset).__name__} was set to epoch {now} by {epoch_setter(loader.dataset)} in the"
-                    " first hook of the resumed epoch, when the DataLoader's workers had been started with epoch"
-                    f" {earlier}, and would yield that epoch's samples. Resume with num_workers=0, or from a checkpoint"
-                    " that was saved in mid-epoch."
-                )
-        if not all(isinstance(loader, StateTrackingLoader) and not loader.has_cross_epoch_state for loader in loaders):
-            return
-        if any(loader.seen_epoch != epoch_of(loader.dataset) for loader in loaders):
-            for loader in loaders:
-                loader.begin(epoch)
-            iter(fetcher)
-
-
-def _has_copies(loader: Any) -> bool:
-    """Whether workers have copies of a map-style data set, which do not get an epoch that is set later."""
-    return isinstance(loader, DataLoader) and loader.num_workers > 0 and not has_iterable_dataset(loader)
-
-
 # --- resumes a loader that has its own state: at the saved position, or with the unfinished shards redistributed
-
-
-def _stateful(loader: Any) -> dict[str, Any]:
-    """Returns the kind of a loader's state, with the batch size and number of workers for which it is valid."""
-    return {"unit": "stateful"} | {name: getattr(loader, name, None) for name in ("batch_size", "num_workers")}
 
 
 def _resume_stream(loader: Any, state: dict[str, Any], trainer: Any, epoch: int, saved: int) -> int | None:
@@ -731,10 +502,11 @@ def _resume_stream(loader: Any, state: dict[str, Any], trainer: Any, epoch: int,
         ValueError: the loader can't continue there.
     """
     world_size, then = trainer.data_size, state["saved_by"]
-    is_alike = {**state, **_stateful(loader)} == state
+    is_alike = form_of(loader).items() <= state.items()
     is_same = then == world_size and is_alike
     if saved and isinstance(loader, ShardedLoader):
-        return _resume_shards(loader, state, is_same, epoch, saved, world_size, trainer.accumulate_grad_batches)
+        window = trainer.accumulate_grad_batches
+        return loader.resume_rest(state, is_same=is_same, epoch=epoch, saved=saved, num_ranks=world_size, window=window)
     is_new = isinstance(loader, StateTrackingLoader) and not (
         loader.has_cross_epoch_state or (loader.continues_across_epochs and is_same)
     )
@@ -786,57 +558,11 @@ def _check_position(loader: Any, state: dict[str, Any], saved: int, world_size: 
         )
     if saved and not is_alike:
         raise ValueError(
-            f"The checkpoint has the position in a loader with {_described(state)}, which one with"
-            f" {_described(_stateful(loader))} can't continue from: {_why_not_dealt(loader, state)}. Resume with the"
+            f"The checkpoint has the position in a loader with {form_in_words(state)}, which one with"
+            f" {form_in_words(form_of(loader))} can't continue from: {_why_not_dealt(loader, state)}. Resume with the"
             " same, or at the end of an epoch, or load only the weights. For the next run:"
             " docs/howto/streams-with-shards.md."
         )
-
-
-def _resume_shards(
-    loader: ShardedLoader, state: dict[str, Any], is_same: bool, epoch: int, saved: int, num_ranks: int, window: int
-) -> int:
-    """Resumes `loader` with the rest of an epoch.
-
-    Args:
-        loader: loader of this run.
-        state: state of the saved run's loader, on this rank; its entry ``of_ranks`` has those of all ranks.
-        is_same: the numbers of ranks and workers and the batch size are those of the saved run.
-        epoch: the current epoch.
-        saved: number of batches of the epoch that each rank of the saved run had done.
-        num_ranks: number of this run's ranks.
-        window: number of batches of an optimizer step.
-
-    Returns:
-        The number of batches of this run that count as done: those that hold as many samples as the saved run's.
-
-    Raises:
-        ValueError: the data has another number of shards, or there are other training loaders beside this one.
-    """
-    states = state["of_ranks"]
-    then, now = state["shards"]["num_shards"], loader.dataset.count
-    if then != now:
-        raise ValueError(
-            f"The checkpoint has positions in {then} shards, but this run's {type(loader.dataset.dataset).__name__} has"
-            f" {now}: use the same data, or load only the weights to begin an epoch."
-        )
-    # If a rank had read all of its shards, the remaining shards of the others are distributed over all ranks.
-    has_ended = any(stream["state"] is not None and stream["state"]["ended"] for stream in states)
-    if is_same and not has_ended:
-        loader.dataset.deal_next(state["shards"]["dealt"])
-        loader.resume(epoch, saved, state["state"])
-        return saved
-    if not state["is_alone"]:
-        raise ValueError(
-            "The checkpoint has the position in a stream with shards beside other training loaders, whose shards can't"
-            f" be distributed again: resume with {len(states)} rank(s), {_described(state)}, from a checkpoint in which"
-            " no loader has ended; or at the end of an epoch; or load only the weights."
-        )
-    samples = saved * len(states) * (state["batch_size"] or 1)
-    batches = samples // (num_ranks * (loader.batch_size or 1))
-    batches = max(window, batches // window * window)  # an optimizer step begins with the next one
-    loader.go_on_with(epoch, batches, remaining_shards(states, now))
-    return batches
 
 
 def _why_not_dealt(loader: Any, state: dict[str, Any]) -> str:
@@ -848,8 +574,3 @@ def _why_not_dealt(loader: Any, state: dict[str, Any]) -> str:
     # A data set that is read again up to its position is wrapped around the user's.
     reason = why_not_shardable(getattr(loader.dataset, "dataset", loader.dataset))
     return reason or "in the run that saved the checkpoint it was not read shard by shard"
-
-
-def _described(state: dict[str, Any]) -> str:
-    """Returns the batch size and the number of workers of a loader, for a message."""
-    return f"batch_size={state['batch_size']} and num_workers={state['num_workers']}"
