@@ -460,30 +460,28 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
         self._ckpt_path = None
         if how == FRESH and not restart_count():
             return False
-        if seen.newer is None:
-            for problem in seen.problems if seen.candidates else []:
+        failures: list[str] = []
+        damaged: list[str] = []
+        tried: list[str] = []
+        if seen.newer is None and seen.candidates:
+            for problem in seen.problems:
                 rank_zero_warn(f"{problem} It is skipped.")
-            failures: list[str] = []
-            damaged: list[str] = []
-            tried: list[str] = []
-            while seen.newer is None and (path := next((p for p in seen.candidates if p not in tried), None)):
-                tried.append(path)
-                try:
-                    self._open(path, weights_only)
-                    if OURS not in (self._loaded_checkpoint or {}):
-                        raise damage(path, "it was changed after it was saved")
-                except CheckpointError as error:
-                    failures.append(str(error))
-                    damaged += [path] if error.is_damage else []
-                    rank_zero_warn(f"{error} An older one is used, if there is one.")
-                    if len(tried) == 1:  # of the others, only their index has been read
-                        seen = self.history.look(opens_all=True)
-                    continue
+        while seen.newer is None and (path := next((p for p in seen.candidates if p not in tried), None)):
+            tried.append(path)
+            try:
+                self._open(path, weights_only)
+                if OURS not in (self._loaded_checkpoint or {}):
+                    raise damage(path, "it was changed after it was saved")
+            except CheckpointError as error:
+                failures.append(str(error))
+                damaged += [path] if error.is_damage else []
+                rank_zero_warn(f"{error} An older one is used, if there is one.")
+                if len(tried) == 1:  # of the others, only their index has been read
+                    seen = self.history.look(opens_all=True)
+            else:
                 self.history.set_aside(damaged)
                 rank_zero_info(for_terminal(f"resume='auto': continues from {path}"))
                 return True
-        else:
-            failures = []
         if how == AUTO:
             check_may_start_afresh(self.trainer.snapshots_path, seen, failures)
             if seen.record is not None:  # the same run was stopped before it saved a checkpoint
