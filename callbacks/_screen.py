@@ -35,7 +35,7 @@ _REDRAW_S = 1.0
 _MOST_ROWS = 200
 """Rows above the bar of a notebook's output, which is sent as a whole at each drawing."""
 
-Render = Callable[[], Sequence[str]]
+_Render = Callable[[], Sequence[str]]
 """Returns the current rows, each narrower than the terminal."""
 
 
@@ -57,7 +57,7 @@ class Screen(Protocol):
     def release(self) -> None:
         """Undoes `guard`."""
 
-    def show(self, render: Render) -> None:
+    def show(self, render: _Render) -> None:
         """Replaces the drawing; `render` may be called again by another thread."""
 
     def keep(self, rows: Sequence[str]) -> None:
@@ -89,7 +89,7 @@ class PlainOutput:
     def release(self) -> None:
         """Does nothing."""
 
-    def show(self, render: Render) -> None:
+    def show(self, render: _Render) -> None:
         """Prints nothing."""
 
     def keep(self, rows: Sequence[str]) -> None:
@@ -124,7 +124,7 @@ class CellOutput:
         """Restores the streams."""
         self._lines.release()
 
-    def show(self, render: Render) -> None:
+    def show(self, render: _Render) -> None:
         """Replaces the drawing."""
         self._display(render())
 
@@ -181,7 +181,7 @@ class BottomLines:
         """Restores the streams."""
         self._lines.release()
 
-    def show(self, render: Render) -> None:
+    def show(self, render: _Render) -> None:
         """Replaces the drawing, and repeats it regularly, since lines of other ranks erase it."""
         self.guard()
         self._draw_anew(render)
@@ -207,7 +207,7 @@ class BottomLines:
         """Removes the drawing."""
         self.keep(())
 
-    def _draw_anew(self, render: Render) -> None:
+    def _draw_anew(self, render: _Render) -> None:
         with self._lines.lock:
             self._rows = render()
             self._draw()

@@ -28,7 +28,7 @@ from ..loop.runs import quiet
 from ..select import check_strategy
 from .runs import NAMES_MODEL, exit_with, flags_of
 
-__all__ = ["EngineCLI", "expand", "in_a_line", "print_arguments", "run"]
+__all__ = ["EngineCLI", "expand", "print_arguments", "run"]
 
 SHORT = tuple(EngineConfig.__dataclass_fields__)
 """Flags of the engine that may be written without ``trainer.``."""
@@ -50,7 +50,7 @@ class EngineCLI(LightningCLI):
             program = parsing["prog"]
             named = next((word for word in sys.argv[1:] if word in self.subcommands()), "")
             command = named.replace("_", "-")
-            text = in_a_line(command, [word for word in sys.argv[1:] if word != named], error)
+            text = _in_a_line(command, [word for word in sys.argv[1:] if word != named], error)
             print(f"{program}: error: {text}\nAll flags: {program} {command} --help", file=sys.stderr)
             sys.exit(2)
 
@@ -237,7 +237,7 @@ _CLASSES = ("callbacks", "logger", "plugins", "profiler")
 """Arguments whose values are classes with arguments of their own, as LightningCLI describes them."""
 
 
-def in_a_line(command: str, words: Sequence[str], error: ArgumentError) -> str:
+def _in_a_line(command: str, words: Sequence[str], error: ArgumentError) -> str:
     """Returns an error of jsonargparse with the closest match of what is wrong.
 
     Its message tells all that was tried; that of the innermost cause tells why.

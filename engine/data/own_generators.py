@@ -18,7 +18,7 @@ import torch
 from ..checkpoint.rng import set_random_state
 from .drawing import is_same_state
 
-__all__ = ["OwnGenerators", "States", "set_own_states", "set_state_here", "states_of_own"]
+__all__ = ["OwnGenerators", "States", "set_own_states", "set_state_here"]
 
 _MOST = 300
 """The most objects that are searched, and the most items of one container, which may be a list of all samples."""
@@ -209,13 +209,8 @@ def _content(cell: Any) -> Any:
         return None
 
 
-def states_of_own(data: Any) -> dict[str, Any]:
-    """Returns the states of the generators of a data set by path, as plain values."""
-    return OwnGenerators(data).states()
-
-
 def set_own_states(data: Any, states: dict[str, Any]) -> None:
-    """Sets the generators of a data set to the result of `states_of_own`; creates those that it has not created yet."""
+    """Sets the generators of a data set to a result of `OwnGenerators.states`; creates those that it lacks so far."""
     if not states:
         return
     generators = _own_generators(data)

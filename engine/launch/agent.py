@@ -21,7 +21,7 @@ from ..distributed.job_store import ProcessState, probe
 
 __all__ = ["main"]
 
-LONGEST_S = 60.0
+_LONGEST_S = 60.0
 """The longest time without an answer of the host; by then, ranks have detected it and written their reports."""
 _PERIOD_S = 2.0
 _END_TIMEOUT_S = 10.0
@@ -40,7 +40,7 @@ def main(words: list[str]) -> None:
     record(run)(options)
 
 
-def _watch(address: str, port: int, longest_s: float = LONGEST_S) -> None:
+def _watch(address: str, port: int, longest_s: float = _LONGEST_S) -> None:
     """Ends this process, and all that it has started, when the host at `address` has not answered for `longest_s`.
 
     A host that has never answered does not count: torchrun has its own time limit for it. A refused connection counts

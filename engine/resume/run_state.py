@@ -30,15 +30,13 @@ __all__ = [
     "RunState",
     "end_last_epoch",
     "layout_of",
-    "matching_accumulation",
     "to_last_step",
-    "with_samples",
 ]
 
 STRATEGY = "strategy"
 """Key of the strategy's own state, among what all ranks share and in what each rank has."""
 
-Saved = dict[str, Any]
+_Saved = dict[str, Any]
 """The engine's entry of the checkpoint that is opened: what all ranks share, and under ``ranks`` what each rank has."""
 
 
@@ -79,7 +77,7 @@ class RunState:
             "compression": self.residuals.of_rank(),
         }
 
-    def restore_with_loops(self, saved: Saved) -> None:
+    def restore_with_loops(self, saved: _Saved) -> None:
         """Restores what the loops need; called when Lightning's loops are restored, before the data is prepared."""
         self.global_batch.restore(saved)
         self.place.restore(saved)
@@ -103,11 +101,11 @@ class _GlobalBatch:
             "accumulation_asked": self._asked,
         }
 
-    def restore(self, saved: Saved) -> None:
+    def restore(self, saved: _Saved) -> None:
         """Changes the accumulation, if it can keep the global batch of the run that saved `shared`."""
         if self._keeps:
             trainer = self._trainer
-            trainer.accumulate_grad_batches = matching_accumulation(self._asked, trainer.data_size, saved)
+            trainer.accumulate_grad_batches = _matching_accumulation(self._asked, trainer.data_size, saved)
 
 
 class _Place:
@@ -139,7 +137,7 @@ class _Place:
         position = self._trainer._data_connector.data_position
         return position.state_dict(batches, begins=begins, is_cut_short=self._is_cut_short)
 
-    def restore(self, saved: Saved) -> None:
+    def restore(self, saved: _Saved) -> None:
         """Restores the place in the data; the loops' own progress is restored by Lightning, see `to_last_step`."""
         fit_loop: Any = self._trainer.fit_loop
         fit_loop.loaders_made_in_epoch = saved["loaders_of_epoch"]
@@ -147,7 +145,7 @@ class _Place:
         fit_loop.epoch_loop.val_loop.loaders_made_in_epoch = saved["validation_loaders_of_epoch"]
         # A hook makes new loaders, without the state of the former ones; a loader that was passed to `fit` stays.
         are_new = saved["between_epochs"] and fit_loop.needs_new_loaders and fit_loop._data_source.is_module()
-        states = [saved["ranks"][rank]["data"] for rank in with_samples(saved)]
+        states = [saved["ranks"][rank]["data"] for rank in _with_samples(saved)]
         self.is_known = self._trainer._data_connector.data_position.load_state_dict(states, are_new=are_new)
         fit_loop.has_restored_position = True
 
@@ -180,7 +178,7 @@ class _Residuals:
         hook = adapt(self._trainer.strategy).comm_hook
         return {} if hook is None else hook.state_dict()
 
-    def restore(self, saved: Saved) -> None:
+    def restore(self, saved: _Saved) -> None:
         """Restores the residuals of each rank's comm hook; with another layout, each rank gets the mean of all."""
         trainer = self._trainer
         states = [rank["compression"] for rank in saved["ranks"]]
@@ -231,10 +229,10 @@ class _RandomState:
             state = epoch.rng_state_of_window
         return state or get_random_state()
 
-    def restore(self, saved: Saved) -> None:
+    def restore(self, saved: _Saved) -> None:
         """Chooses the state that `set` sets: ranks that share samples have the same."""
         trainer, ranks = self._trainer, saved["ranks"]
-        drawing, data_rank = with_samples(saved), trainer.data_rank
+        drawing, data_rank = _with_samples(saved), trainer.data_rank
         if saved["layout"] == layout_of(trainer):
             self._saved = ranks[trainer.global_rank]["random"]
         else:
@@ -274,7 +272,7 @@ class _StrategyState:
     def of_rank(self) -> dict[str, Any]:
         return adapt(self._trainer.strategy).state_of_rank()
 
-    def restore(self, saved: Saved) -> None:
+    def restore(self, saved: _Saved) -> None:
         """Restores the state; called when the optimizers have theirs."""
         if STRATEGY not in saved:
             return
@@ -438,14 +436,14 @@ def _begin_next(progress: dict[str, Any]) -> None:
     progress["is_last_batch"] = False
 
 
-def with_samples(engine_state: dict[str, Any]) -> range:
+def _with_samples(engine_state: dict[str, Any]) -> range:
     """Returns the ranks of the saved run that had different samples; of ranks with the same samples, the first."""
     layout = engine_state["layout"]
     num_sharing = layout.get("tp", 1) * layout.get("cp", 1)
     return range(0, engine_state["world_size"] // layout.get("pp", 1), num_sharing)
 
 
-def matching_accumulation(asked: int, num_ranks: int, engine_state: dict[str, Any]) -> int:
+def _matching_accumulation(asked: int, num_ranks: int, engine_state: dict[str, Any]) -> int:
     """Returns the accumulation that gives this run the global batch of the run that saved the checkpoint.
 
     Args:
@@ -453,7 +451,7 @@ def matching_accumulation(asked: int, num_ranks: int, engine_state: dict[str, An
         num_ranks: number of ranks with different samples.
         engine_state: the checkpoint's entry ``polyphase``.
     """
-    then, per_rank = len(with_samples(engine_state)), engine_state["accumulate_grad_batches"]
+    then, per_rank = len(_with_samples(engine_state)), engine_state["accumulate_grad_batches"]
     if asked != engine_state["accumulation_asked"]:
         return asked
     matching, rest = divmod(per_rank * then, num_ranks)

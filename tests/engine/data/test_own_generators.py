@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from polyphase.engine.data.own_generators import OwnGenerators, states_of_own
+from polyphase.engine.data.own_generators import OwnGenerators
 
 
 class Holder:
@@ -67,9 +67,9 @@ def test_what_has_changed_is_found(change):
     data = _data()
     own = OwnGenerators(data)
     before = own.states()
-    assert before == states_of_own(data)
+    assert before == OwnGenerators(data).states()
     change(data)
-    assert str(own.states()) == str(states_of_own(data)) != str(before)
+    assert str(own.states()) == str(OwnGenerators(data).states()) != str(before)
 
 
 def test_a_counter_does_not_have_all_followed_again():
@@ -80,7 +80,7 @@ def test_a_counter_does_not_have_all_followed_again():
     data.name = "a plain value"
     data.rng.random()
     assert own.find() is found
-    assert own.states() == states_of_own(data)
+    assert own.states() == OwnGenerators(data).states()
 
 
 def test_a_copy_looks_for_its_own():

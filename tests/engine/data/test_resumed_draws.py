@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
-from polyphase.engine.data.own_generators import set_own_states, states_of_own
+from polyphase.engine.data.own_generators import OwnGenerators, set_own_states
 from tests.pairs import alternating, nightly, paired
 
 from ..tiny import SavesIn
@@ -210,9 +210,9 @@ def test_a_generator_that_is_made_when_it_is_needed_goes_on():
 
     for made in (np.random.default_rng(1), np.random.RandomState(1), random.Random(1), torch.Generator()):
         first, second = Late(made), Late()
-        set_own_states(second, states_of_own(first))
-        assert states_of_own(second).keys() == {"rng"}
-        assert str(states_of_own(second)) == str(states_of_own(first))
+        set_own_states(second, OwnGenerators(first).states())
+        assert OwnGenerators(second).states().keys() == {"rng"}
+        assert str(OwnGenerators(second).states()) == str(OwnGenerators(first).states())
 
 
 def test_generators_are_found_in_transforms_and_closures():
@@ -222,4 +222,4 @@ def test_generators_are_found_in_transforms_and_closures():
         return sample + rng.random()
 
     data = Augmented(partial(transform, other=random.Random(1)))
-    assert sorted(states_of_own(data)) == ["draws.func.rng", "draws.keywords.other"]
+    assert sorted(OwnGenerators(data).states()) == ["draws.func.rng", "draws.keywords.other"]

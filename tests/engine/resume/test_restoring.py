@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from polyphase.engine.resume.run_state import matching_accumulation, to_last_step, with_samples
+from polyphase.engine.resume.run_state import _matching_accumulation, _with_samples, to_last_step
 
 
 def ours(world_size: int, per_rank: int, asked: int) -> dict[str, Any]:
@@ -25,12 +25,12 @@ def ours(world_size: int, per_rank: int, asked: int) -> dict[str, Any]:
     ],
 )
 def test_the_global_batch_stays_unless_the_flag_is_another(saved, asked, world_size, matching):
-    assert matching_accumulation(asked, world_size, saved) == matching
+    assert _matching_accumulation(asked, world_size, saved) == matching
 
 
 def test_a_global_batch_that_can_not_be_kept_is_said():
     with pytest.warns(UserWarning, match="no accumulation gives the same global batch: 4 micro-batches .* then, 3 now"):
-        assert matching_accumulation(1, 3, ours(4, 1, 1)) == 1
+        assert _matching_accumulation(1, 3, ours(4, 1, 1)) == 1
 
 
 @pytest.mark.parametrize(
@@ -44,13 +44,13 @@ def test_a_global_batch_that_can_not_be_kept_is_said():
     ],
 )
 def test_of_ranks_that_share_samples_the_first_speaks(layout, world_size, ranks):
-    assert list(with_samples({"layout": layout, "world_size": world_size})) == ranks
+    assert list(_with_samples({"layout": layout, "world_size": world_size})) == ranks
 
 
 def test_ranks_that_share_samples_count_once():
     saved = {**ours(4, 2, 2), "layout": {"shard": 2, "tp": 2}}
-    assert matching_accumulation(2, 4, saved) == 1
-    assert matching_accumulation(2, 1, saved) == 4
+    assert _matching_accumulation(2, 4, saved) == 1
+    assert _matching_accumulation(2, 1, saved) == 4
 
 
 @pytest.mark.parametrize("failed", [True, False])
