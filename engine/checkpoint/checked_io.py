@@ -13,9 +13,10 @@ from fsspec.implementations.local import LocalFileSystem
 
 from ..foreign import NotAPlainFileError, is_plain_name, open_plain
 
-__all__ = ["Files", "absolute", "naming", "resolve", "sync"]
+__all__ = ["CHUNK_BYTES", "Files", "absolute", "naming", "resolve", "sync"]
 
-_CHUNK_BYTES = 1 << 22
+CHUNK_BYTES = 1 << 22
+"""The bytes that are read and summed at once: a file may be larger than the memory."""
 _PROTOCOL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*(::|://)")
 
 
@@ -102,7 +103,7 @@ class Files:
             if num_bytes != size:
                 return f"{name} has {num_bytes} bytes instead of {size}"
             seen, left = 0, size
-            while chunk := stream.read(min(_CHUNK_BYTES, left)):
+            while chunk := stream.read(min(CHUNK_BYTES, left)):
                 seen = zlib.crc32(chunk, seen)
                 left -= len(chunk)
         return None if seen == crc else f"the content of {name} was changed (its checksum differs)"

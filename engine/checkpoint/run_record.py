@@ -21,6 +21,7 @@ __all__ = ["RunRecord", "read_record", "replace_file", "write_record"]
 
 _IN_FOLDER = ".run.json"
 _OUTSIDE = ".polyphase"
+# The record is read whole before it is checked; a larger one is written without loggers and configuration.
 _MOST_BYTES = 1 << 22
 
 log = logging.getLogger("polyphase.engine")

@@ -14,7 +14,7 @@ from typing import Any
 from fsspec.implementations.local import LocalFileSystem
 
 from ..foreign import NotAPlainFileError, open_plain
-from .checked_io import resolve
+from .checked_io import CHUNK_BYTES, resolve
 
 __all__ = [
     "HEAD",
@@ -45,8 +45,8 @@ _TEXT = b"X"
 """The pickle's instruction for a text: its length, 4 bytes, and its bytes follow."""
 MOST_TEXT_BYTES = 1 << 20
 """The largest size of the manifest's text."""
+# The pickle is read whole, to search the manifest in it; the tensors are other records of the archive.
 _PICKLE_MOST_BYTES = 1 << 30
-_CHUNK_BYTES = 1 << 22
 _DAMAGE = (zipfile.BadZipFile, EOFError, ValueError, NotImplementedError, RuntimeError, OSError)
 
 
@@ -111,7 +111,7 @@ def _wrong_records(stream: Any, rank: int, num_ranks: int) -> list[str]:
 def _is_damaged(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bool:
     try:
         with archive.open(info) as record:
-            while record.read(_CHUNK_BYTES):
+            while record.read(CHUNK_BYTES):
                 pass
     except _DAMAGE:
         return True

@@ -36,6 +36,8 @@ __all__ = [
 NAMES = "optimizer_parameters"
 
 _MARK = "__tensor__"
+# A tensor of a callback's that is as large is staged and written like a weight: the rest is serialised while the next
+# step waits.
 _MANY_BYTES = 1 << 20
 _MOST_DEPTH = 200
 """Deeper values exceed Python's recursion limit in `copy.deepcopy` and the like, so they could not be saved either."""
