@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import LoadPlan, LoadPlanner, SavePlan, SavePlanner, StorageReader, StorageWriter
+from torch.distributed.checkpoint import SavePlan, SavePlanner, StorageWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadItemType, ReadItem, WriteItemType
+from torch.distributed.checkpoint.planner import ReadItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
@@ -33,17 +33,18 @@ from ..foreign import MOST, NotAPlainFileError
 from .checked_io import Files
 from .errors import CheckpointError
 from .manifest import TENSORS, Manifest
+from .strided_shards import reading_plan
 
 __all__ = [
     "SAFETENSORS",
     "Chunk",
-    "Reader",
     "StoredTensor",
     "Writer",
     "bytes_of",
     "check_index",
     "header_bytes",
     "read_index",
+    "read_into",
     "tensors_in",
     "write_whole",
 ]
@@ -320,72 +321,6 @@ class Writer(StorageWriter):
         return True
 
 
-class Reader(StorageReader):
-    """Reads shards from `files`.
-
-    Args:
-        files: files of the checkpoint.
-        index: index of the same files, from `read_index`.
-    """
-
-    def __init__(self, files: Files, index: Index) -> None:
-        self._files, self._index, self._metadata = files, index, _to_metadata(index)
-
-    def reset(self, checkpoint_id: Any = None) -> None:
-        """Implements `StorageReader.reset`: there is nothing to reset."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Returns the shape, the dtype and the chunks of each tensor, as torch's metadata."""
-        return self._metadata
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Implements `StorageReader.set_up_storage_reader`: there is nothing to set up."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Implements `StorageReader.prepare_local_plan`: returns the plan as it is."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Implements `StorageReader.prepare_global_plan`: returns the plans as they are."""
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Reads the chunks of a plan: several files at once, each in the order of its bytes."""
-        requests: dict[str, list[tuple[Chunk, ReadItem]]] = {}
-        for item in plan.items:
-            if item.type == LoadItemType.BYTE_IO:
-                raise CheckpointError(f"{item.storage_index.fqn} is no tensor: it is not read")
-            chunk = self._metadata.storage_data[item.storage_index]
-            requests.setdefault(chunk.file, []).append((chunk, item))
-
-        def read(name: str) -> None:
-            with self._files.reading(name) as stream:
-                for chunk, item in sorted(requests[name], key=lambda pair: pair[0].start):
-                    self._read(stream, chunk, item, planner)
-
-        with ThreadPoolExecutor(_NUM_FILES) as threads:
-            list(threads.map(read, requests))
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    def _read(self, stream: Any, chunk: Chunk, item: ReadItem, planner: LoadPlanner) -> None:
-        target = planner.resolve_tensor(item).detach()
-        dtype = self._index[item.storage_index.fqn].dtype
-        block, offsets = _rows(stream, chunk, dtype, item, target)
-        if block is not target:
-            for dim, (offset, length) in enumerate(zip(offsets, item.lengths, strict=True)):
-                block = block.narrow(dim, offset, length)
-            assert target.size() == block.size(), "as planned"
-            target.copy_(block)
-        planner.commit_tensor(item, target)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Implements `StorageReader.validate_checkpoint_id`: any id is valid, since none is used."""
-        return True
-
-
 def read_index(files: Files, manifest: Manifest) -> Index:
     """Reads the index of the tensors and checks it against the manifest.
 
@@ -518,6 +453,34 @@ def header_bytes(entries: dict[str, Any]) -> bytes:
 
 
 # --- reading
+
+
+def read_into(tensors: dict[str, Tensor], files: Files, index: Index) -> None:
+    """Fills tensors, by key, from the files: several files at once, each in the order of its bytes.
+
+    Of a DTensor, only this rank's part is read.
+    """
+    metadata = _to_metadata(index)
+    planner, plan = reading_plan(tensors, metadata)
+    requests: dict[str, list[tuple[Chunk, ReadItem]]] = {}
+    for item in plan.items:
+        chunk = metadata.storage_data[item.storage_index]
+        requests.setdefault(chunk.file, []).append((chunk, item))
+
+    def read(name: str) -> None:
+        with files.reading(name) as stream:
+            for chunk, item in sorted(requests[name], key=lambda pair: pair[0].start):
+                target = planner.resolve_tensor(item).detach()
+                block, offsets = _rows(stream, chunk, index[item.storage_index.fqn].dtype, item, target)
+                if block is not target:
+                    for dim, (offset, length) in enumerate(zip(offsets, item.lengths, strict=True)):
+                        block = block.narrow(dim, offset, length)
+                    assert target.size() == block.size(), "as planned"
+                    target.copy_(block)
+                planner.commit_tensor(item, target)
+
+    with ThreadPoolExecutor(_NUM_FILES) as threads:
+        list(threads.map(read, requests))
 
 
 def _rows(stream: Any, chunk: Chunk, dtype: torch.dtype, item: ReadItem, target: Tensor) -> tuple[Tensor, list[int]]:

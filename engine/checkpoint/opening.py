@@ -11,13 +11,12 @@ from torch import Tensor
 from ..foreign import NotAPlainFileError
 from .checked_io import Files
 from .content import check_state
-from .dcp_storage import Index, Reader, check_index, read_index
+from .dcp_storage import Index, check_index, read_index, read_into
 from .errors import CheckpointError, damage
 from .manifest import RANKS, REST, TENSORS, Manifest, read_manifest
 from .publish import check_files
 from .single_file import HEAD, OURS
 from .state_tree import is_mark, join, like, marks, structure_of, tensor_keys
-from .strided_shards import reading_plan
 from .whole import NotPlainError, load_archive
 
 __all__ = ["Wants", "check_content", "check_written", "load_file", "open_directory", "weights_of", "wrong_files"]
@@ -63,9 +62,7 @@ def open_directory(path: str, manifest: Manifest, num_ranks: int, wants: Wants) 
             for key, template in templates.items()
             if key not in elsewhere
         }
-        reader = Reader(files, index)
-        planner, plan = reading_plan(tensors, reader.read_metadata())
-        reader.read_data(plan, planner)
+        read_into(tensors, files, index)
         tensors.update(elsewhere)
         checkpoint = join(rest, tensors)
         checkpoint.setdefault(OURS, {})["ranks"] = join(ranks, tensors)
@@ -93,9 +90,7 @@ def weights_of(
         def read() -> Tensor:
             tensor = torch.empty(index[key].size, dtype=index[key].dtype)
             with _as_damage(path, weights_only):
-                reader = Reader(files, {key: index[key]})
-                planner, plan = reading_plan({key: tensor}, reader.read_metadata())
-                reader.read_data(plan, planner)
+                read_into({key: tensor}, files, {key: index[key]})
             return tensor
 
         return read
