@@ -242,18 +242,8 @@ def _in_a_line(command: str, words: Sequence[str], error: ArgumentError) -> str:
 
     Its message tells all that was tried; that of the innermost cause tells why.
     """
-    for name, value in _values(words):
-        argument, _, behind = name.removeprefix("trainer.").partition(".")
-        if name.startswith("trainer.") and argument not in SHORT:
-            hint = did_you_mean(argument, SHORT, lambda near: f"--{near}", kind="flag").replace("--", "--trainer.", 1)
-            return f"{command} has no flag --{name}.{hint}"
-        if name.startswith("trainer.") and argument not in _CLASSES and not behind:
-            try:
-                check_arguments({argument: _plain(value)})
-            except ValueError as refusal:
-                return f"--{argument}: {refusal}"
-        if name.startswith("data.") and not re.search(r"(^| )(--data[ =]|--config|-c)", " ".join(words)):
-            return f"--{name} needs --data CLASS in front of it."
+    if (wrong_flag := _wrong_flag(command, words)) is not None:
+        return wrong_flag
     cause: BaseException = error
     while cause.__cause__ is not None:
         cause = cause.__cause__
@@ -271,6 +261,23 @@ def _in_a_line(command: str, words: Sequence[str], error: ArgumentError) -> str:
     meant = entries if "." in wrong else [*names, *re.findall(r"'(\w+)'", text.replace(f"'{wrong}'", ""))]
     hint = did_you_mean(wrong, meant, kind="argument")
     return f"{where if text in where else f'{where}: {text}'}.{hint}"
+
+
+def _wrong_flag(command: str, words: Sequence[str]) -> str | None:
+    """Returns what is wrong with the first wrong flag of a command line, as the engine's own checks say it."""
+    for name, value in _values(words):
+        argument, _, behind = name.removeprefix("trainer.").partition(".")
+        if name.startswith("trainer.") and argument not in SHORT:
+            hint = did_you_mean(argument, SHORT, lambda near: f"--{near}", kind="flag").replace("--", "--trainer.", 1)
+            return f"{command} has no flag --{name}.{hint}"
+        if name.startswith("trainer.") and argument not in _CLASSES and not behind:
+            try:
+                check_arguments({argument: _plain(value)})
+            except ValueError as refusal:
+                return f"--{argument}: {refusal}"
+        if name.startswith("data.") and not re.search(r"(^| )(--data[ =]|--config|-c)", " ".join(words)):
+            return f"--{name} needs --data CLASS in front of it."
+    return None
 
 
 def _plain(text: str) -> Any:

@@ -19,7 +19,6 @@ from .shards import ends_with_one_source, num_shards_of, why_not_dealable
 
 __all__ = [
     "UnevenEvalLoader",
-    "as_uneven_eval",
     "check_made_for",
     "check_not_read_whole",
     "check_own_part",
@@ -191,7 +190,7 @@ def shard_of(loader: DataLoader, num_shards: int, index: int) -> DataLoader | No
 
 
 class UnevenEvalLoader(DataLoader):
-    """An evaluation loader that ends at the same batch as those of the other ranks.
+    """An evaluation loader that ends at the same batch as those of the other ranks; made by `clone_loader`.
 
     Before each batch the ranks gather whether they have one left. A rank without one repeats its last batch, as a
     *padding batch* that it runs for its collectives only, until no rank has any. The first `num_real` are not padding.
@@ -201,8 +200,7 @@ class UnevenEvalLoader(DataLoader):
     """Takes this rank's flag and returns those of all ranks, in rank order; all ranks call it together."""
     length: int | None
     """The largest number of batches of a rank; None if some rank does not know its own."""
-    num_real: float
-    num_real_of_all: float
+    num_real = num_real_of_all = math.inf
     """The number of batches that no rank has padding for; infinite until a rank has none left."""
 
     def __len__(self) -> int:
@@ -236,18 +234,3 @@ class UnevenEvalLoader(DataLoader):
             yield latest
             batch = next(batches, nothing) if batch is not nothing else nothing
             have_batch = self.all_gather_bools(batch is not nothing)
-
-
-def as_uneven_eval(
-    loader: DataLoader, all_gather_bools: Callable[[bool], list[bool]], length: int | None
-) -> UnevenEvalLoader:
-    """Returns a copy of an evaluation loader that ends at the same batch as those of the other ranks.
-
-    Args:
-        loader: loader of this rank.
-        all_gather_bools: see `UnevenEvalLoader`.
-        length: see `UnevenEvalLoader`.
-    """
-    counts = {"num_real": math.inf, "num_real_of_all": math.inf}
-    attributes: dict[str, Any] = {"all_gather_bools": all_gather_bools, "length": length, **counts}
-    return clone_loader(loader, UnevenEvalLoader, **attributes)

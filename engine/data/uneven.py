@@ -15,7 +15,6 @@ from lightning.pytorch.utilities.data import extract_batch_size, sized_len
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader, default_collate
 
-from .clone_loader import clone_loader
 from .epoch_position import order_of
 from .even_batches import even_batches_of
 from .global_order import SHARE_EVENLY, GlobalBatches, GlobalOrder, Samples, not_beside_others
@@ -26,7 +25,6 @@ from .streams import UnevenEvalLoader
 __all__ = [
     "UNEVEN",
     "UnevenTrainLoader",
-    "as_uneven_train",
     "check_evaluated_side_by_side",
     "check_trained_side_by_side",
 ]
@@ -47,17 +45,15 @@ log = logging.getLogger("polyphase.engine")
 
 
 class UnevenTrainLoader(DataLoader):
-    """A training loader that ends each epoch at the same batch as those of the other ranks."""
+    """A training loader that ends each epoch at the same batch as those of the other ranks; made by `clone_loader`."""
 
     policy: Literal["pad", "drop"]
     rank: int
     all_gather_ints: Callable[[int], list[int]]
     """Takes this rank's number and returns those of all ranks, in rank order; all ranks call it together."""
-    length: int | None
-    """Number of batches; None if some rank does not know its own."""
     num_done: Callable[[], int]
     """Returns the number of batches of the epoch that were done before this pass."""
-    lengths: list[int | None]
+    lengths: list[Any]
     """Number of batches by rank; None for a rank that does not know its own."""
     name_beside_others: str | None = None
     """The name of the loader in messages, if it is read side by side with others: one loss is then for all of them."""
@@ -88,9 +84,9 @@ class UnevenTrainLoader(DataLoader):
         return _NONE_LEFT in self._sizes[index]
 
     def __len__(self) -> int:
-        if self.length is None:
+        if None in self.lengths:
             raise TypeError(f"{type(self).__name__} has no length on every rank")
-        return self.length
+        return (min if self.policy == "drop" else max)(self.lengths)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         self._sizes = {}
@@ -143,36 +139,6 @@ class UnevenTrainLoader(DataLoader):
             log.warning("uneven='drop': the epoch ends after %d batches; rank(s) %s have more", num_batches, more)
 
 
-def as_uneven_train(
-    loader: DataLoader,
-    policy: str,
-    lengths: list[int | None],
-    rank: int,
-    all_gather_ints: Callable[[int], list[int]],
-    num_done: Callable[[], int],
-) -> UnevenTrainLoader:
-    """Returns a copy of a training loader that ends each epoch at the same batch as those of the other ranks.
-
-    Args:
-        loader: loader of this rank.
-        policy: one of `UNEVEN`.
-        lengths: number of batches by rank; None for a rank that does not know its own.
-        rank: this rank.
-        all_gather_ints: see `UnevenTrainLoader`.
-        num_done: see `UnevenTrainLoader`.
-    """
-    known_lengths = [length for length in lengths if length is not None]
-    attributes: dict[str, Any] = {
-        "policy": policy,
-        "rank": rank,
-        "all_gather_ints": all_gather_ints,
-        "num_done": num_done,
-        "lengths": lengths,
-        "length": (min if policy == "drop" else max)(known_lengths) if len(known_lengths) == len(lengths) else None,
-    }
-    return clone_loader(loader, UnevenTrainLoader, **attributes)
-
-
 def _numbers_of_strings(batch: Any) -> Iterator[int]:
     """Yields the lengths of the lists of strings in a batch collated by torch: such a list has a string per sample."""
     parts = list(batch.values()) if isinstance(batch, Mapping) else batch
@@ -218,10 +184,9 @@ def check_trained_side_by_side(combined: CombinedLoader, num_ranks: int) -> None
         name = f"Training loader {number + 1} of {len(loaders)}, over a {type(loader.dataset).__name__},"
         if isinstance(loader, UnevenTrainLoader):
             loader.name_beside_others = name
-            known_lengths = [length for length in loader.lengths if length is not None]
-            is_known = len(known_lengths) == len(loader.lengths) and loader.policy != "drop"
-            if is_known and min(known_lengths) < min(max(known_lengths), num_steps):
-                raise not_beside_others(name, f"has {known_lengths} batches on the ranks", SHARE_EVENLY)
+            lengths, is_known = loader.lengths, None not in loader.lengths and loader.policy != "drop"
+            if is_known and min(lengths) < min(max(lengths), num_steps):
+                raise not_beside_others(name, f"has {lengths} batches on the ranks", SHARE_EVENLY)
             continue
         order = order_of(loader)
         if order is None or order.num_replicas != num_ranks:

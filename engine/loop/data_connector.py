@@ -31,8 +31,8 @@ from ..data.global_order import FlattenedBatchSampler, GlobalOrder
 from ..data.sample_seeds import check_seedable, seed_samples
 from ..data.shards import ShardedLoader, ShardedStream, read_by_shards, reread_if_buffered
 from ..data.stateful import StateTrackingLoader, as_stateful, is_stateful, track_states, tracks_own_position
-from ..data.streams import as_uneven_eval, check_not_read_whole, check_own_part, shard_of
-from ..data.uneven import as_uneven_train
+from ..data.streams import UnevenEvalLoader, check_not_read_whole, check_own_part, shard_of
+from ..data.uneven import UnevenTrainLoader
 from ..data.workers import WithWorkers, has_workers, track_draws
 from ..distributed.environment import global_seed
 from ..resume.data_position import DataPosition
@@ -144,8 +144,14 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
         if None not in lengths and len(set(lengths)) == 1 and not has_iterable_dataset(dataloader):
             return dataloader
         progress = self.trainer.fit_loop.epoch_loop.batch_progress
-        return as_uneven_train(
-            dataloader, self._uneven, lengths, ranks.rank, ranks.all_gather_ints, lambda: progress.current.ready
+        return clone_loader(
+            dataloader,
+            UnevenTrainLoader,
+            policy=self._uneven,
+            rank=ranks.rank,
+            all_gather_ints=ranks.all_gather_ints,
+            lengths=lengths,
+            num_done=lambda: progress.current.ready,
         )
 
     def _deal(self, dataloader: DataLoader, mode: RunningStage) -> DataLoader:
@@ -252,7 +258,8 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
         part = self._shard(dataloader, num_replicas, rank)
         ranks = self.trainer.data_ranks
         lengths = ranks.all_gather_object(sized_len(part))
-        return as_uneven_eval(part, ranks.all_gather_bools, None if None in lengths else max(lengths))
+        longest = None if None in lengths else max(lengths)
+        return clone_loader(part, UnevenEvalLoader, all_gather_bools=ranks.all_gather_bools, length=longest)
 
     def _shard(self, dataloader: DataLoader, num_replicas: int, rank: int) -> DataLoader:
         part = shard_of(dataloader, num_replicas, rank)

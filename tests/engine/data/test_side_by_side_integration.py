@@ -12,13 +12,12 @@ from torch import nn
 from torch.multiprocessing import ProcessRaisedException
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
-from polyphase.engine.data.streams import as_uneven_eval
 from polyphase.engine.data.uneven import check_evaluated_side_by_side
 from tests.pairs import alternating, nightly
 
 from ..tiny import Positions, SavesIn, Stream, engine, rows
 from .runs import combined
-from .test_streams import OwnRanks
+from .test_streams import OwnRanks, as_uneven_eval
 
 BATCH = 2
 

@@ -14,8 +14,9 @@ from torch import nn
 from torch.multiprocessing import ProcessRaisedException
 from torch.utils.data import DataLoader, DistributedSampler
 
+from polyphase.engine.data.clone_loader import clone_loader
 from polyphase.engine.data.streams import (
-    as_uneven_eval,
+    UnevenEvalLoader,
     check_made_for,
     check_own_part,
     check_script_makes_none,
@@ -35,6 +36,10 @@ def said(*others):
         return [mine, *(at < number for number in others)]
 
     return agree
+
+
+def as_uneven_eval(loader, agree, length):
+    return clone_loader(loader, UnevenEvalLoader, all_gather_bools=agree, length=length)
 
 
 def test_a_stream_goes_on_until_no_rank_has_a_batch():

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from polyphase.engine.data.uneven import as_uneven_train
+from polyphase.engine.data.clone_loader import clone_loader
+from polyphase.engine.data.uneven import UnevenTrainLoader
 
 
 class Three(IterableDataset[Any]):
@@ -27,7 +28,9 @@ def sizes_of(make: Callable[[int], Any], **arguments: Any) -> list[int]:
         said.append(size)
         return [size]
 
-    list(as_uneven_train(DataLoader(Three(make), **arguments), "pad", [None], 0, say, lambda: 0))
+    loader = DataLoader(Three(make), **arguments)
+    of_rank = {"policy": "pad", "lengths": [None], "rank": 0, "num_done": lambda: 0}
+    list(clone_loader(loader, UnevenTrainLoader, all_gather_ints=say, **of_rank))
     return said[:-1]  # then that there are no more
 
 
