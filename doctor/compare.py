@@ -25,7 +25,7 @@ _SAME = 0.02
 """Relative difference below which two runs count as equally fast."""
 _NOT_SETUP = {
     *("schema", "rank", "started_at", "peak_flops_per_s", "flags", "versions", "lr_interval_steps"),
-    *("name", "default_root_dir", "resume"),
+    *("default_root_dir", "resume"),
 }
 _MOVES: dict[str, tuple[str, ...]] = {
     "data_wait": ("num_workers", "pins_memory", "num_cpus", "host"),

@@ -218,8 +218,6 @@ class EngineConfig:
     # --- what is shown and logged
     logger: Logger | Iterable[Logger] | bool | None = field(default=None, metadata=_about(_SHOWN, "CSVLogger"))
     """One or several; True or None: TensorBoard's; False: none."""
-    name: str | None = field(default=None, metadata=_about(_SHOWN, "my-run"))
-    """Name of the folder of the default logger, instead of ``version_0``; a name in use gets a number."""
     log_every_n_steps: int | None = field(default=None, metadata=_about(_SHOWN, "10", least=0))
     """Log in every n-th optimizer step. None: 50."""
     callbacks: Callback | Sequence[Callback] | None = field(default=None, metadata=_about(_SHOWN, "MemoryMonitor"))

@@ -62,7 +62,7 @@ _A_FEW_STEPS = {
 _OURS = frozenset(inspect.signature(EngineConfig).parameters) - frozenset(inspect.signature(Trainer).parameters)
 """Arguments that `Trainer` does not have."""
 
-_SILENT = {"name": None, "enable_run_summary": False, "check_first_steps": False}
+_SILENT = {"enable_run_summary": False, "check_first_steps": False}
 """Arguments that `Trainer` does not have, of a run that leaves nothing behind."""
 
 _DISTRIBUTION_FLAGS = _OURS | {

@@ -379,7 +379,7 @@ ARGUMENTS: Mapping[str, Mapping[str, str]] = {
         "per_device_train_batch_size": "micro_batch_size",
         "report_to": "logger",
         "resume_from_checkpoint": "resume",
-        "run_name": "name",
+        "run_name": "logger=TensorBoardLogger('.', version=...)",
         "save_steps": "callbacks=[Snapshot(every_n_steps=500)]",
         "save_strategy": "callbacks=[Snapshot(every_n_steps=500)]",
         "save_total_limit": "callbacks=[Snapshot(keep_last=3)]",

@@ -156,7 +156,7 @@ class _Versions(_LoggerKind):
         if type(run_id) is not int and not is_plain_name(run_id):
             return f"{run_id!r} is no version"
         chosen = logger._version  # Lightning: None until it is set or first read
-        # A version that the engine has chosen for the flag `name` is not the user's choice.
+        # The version of the default logger, the number of a SLURM job, is not the user's choice.
         if chosen not in (None, run_id) and getattr(logger, "chosen_version", None) != chosen:
             return f"version={chosen!r} was set, or read before fit"
         logger._version = run_id
@@ -230,7 +230,7 @@ class _TensorBoard(_Versions):
     logger_class = TensorBoardLogger
 
     def place(self, logger: Any) -> dict[str, Any]:
-        return {**super().place(logger), "sub_dir": logger.sub_dir, "asked": getattr(logger, "asked_name", None)}
+        return {**super().place(logger), "sub_dir": logger.sub_dir}
 
     def checked(self, position: Any) -> Any:
         return _checked_sizes(position)

@@ -6,13 +6,11 @@ of a `CSVLogger` for them) and checkpoints, from which modules are rebuilt, have
 """
 
 import os
-import re
 from argparse import Namespace
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from fsspec.core import url_to_fs
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
@@ -25,9 +23,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from .._compat.lightning import _convert_params, _flatten_dict
 from ..run_info import run_parameters
 
-__all__ = ["check_run_name", "claim_log_folders", "folders_written_to", "logging_run_parameters", "use_run_logger"]
-
-_NAME = re.compile(r"(?!\.)[^/\\\0\n]+")
+__all__ = ["claim_log_folders", "folders_written_to", "logging_run_parameters", "use_run_logger"]
 
 
 class _RunLogger(TensorBoardLogger):
@@ -36,9 +32,7 @@ class _RunLogger(TensorBoardLogger):
     def __init__(self, save_dir: Any, version: int | str | None = None) -> None:
         super().__init__(save_dir, version=version, default_hp_metric=False)
         self.chosen_version = version
-        """The version that the engine has chosen and a resumed run may change; None: the next free number."""
-        self.asked_name: str | None = None
-        """The engine's flag `name`."""
+        """The version that Lightning has chosen and a resumed run may change; None: the next free number."""
 
     @rank_zero_only
     def log_hyperparams(
@@ -58,59 +52,13 @@ class _RunLogger(TensorBoardLogger):
         self.experiment._get_file_writer().add_summary(start, step)  # torch: SummaryWriter.add_hparams calls it
 
 
-def check_run_name(name: str | None, logger: Any) -> None:
-    """Checks the flag `name`.
-
-    Args:
-        name: value of the flag.
-        logger: value of the flag `logger`; None and True mean the default logger.
-
-    Raises:
-        ValueError: it can't be the name of a folder, or there is no default logger.
-    """
-    if name is None:
-        return
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise ValueError(
-            f"name={name!r}: a name for the folder of the run's logs, without slashes and no dot in front, such as"
-            " 'wide-layers'."
-        )
-    if logger is False:
-        raise ValueError(f"name={name!r} names the folder of the run's logs, but logger=False: there are none.")
-    if logger not in (None, True):
-        classes = ", ".join(type(item).__name__ for item in (logger if isinstance(logger, (list, tuple)) else [logger]))
-        raise ValueError(
-            f"name={name!r} names the folder of the default logger, but logger={classes} is your own: give it the"
-            " name there (version= of TensorBoardLogger and CSVLogger, name= of WandbLogger), and leave out name=."
-        )
-
-
-def use_run_logger(trainer: Any, name: str | None) -> None:
-    """Replaces Lightning's default logger by a `_RunLogger`, if `trainer` has it.
-
-    Args:
-        trainer: a trainer that has not run yet.
-        name: name of the run's folder; a name in use gets a number: ``name-2``. None: ``version_0``, 1, ...
-    """
+def use_run_logger(trainer: Any) -> None:
+    """Replaces Lightning's default logger by a `_RunLogger`, if `trainer`, which has not run yet, has it."""
     (default,) = trainer.loggers if len(trainer.loggers) == 1 else [None]
     if type(default) is not TensorBoardLogger:  # fast_dev_run: none that writes
         return
     # Lightning: TensorBoardLogger._version is the number of a SLURM job, or None for the next free number.
-    logger = _RunLogger(default.save_dir, default._version if name is None else None)
-    if name is not None:
-        # Chosen now, not at the first use: all ranks see the same folders before one of them writes.
-        logger._version = logger.chosen_version = _free_name(logger.root_dir, name)
-        logger.asked_name = name
-    trainer.loggers = [logger]
-
-
-def _free_name(folder: str, name: str) -> str:
-    files, path = url_to_fs(os.path.expanduser(os.path.expandvars(folder)))
-    free, number = name, 1
-    while files.exists(f"{path}/{free}"):
-        number += 1
-        free = f"{name}-{number}"
-    return free
+    trainer.loggers = [_RunLogger(default.save_dir, default._version)]
 
 
 @contextmanager

@@ -31,7 +31,7 @@ from ..distributed.environment import keeping_interface, rank_variables
 from ..distributed.object_group import SELF, WORLD, ObjectGroup
 from ..distributed.variables import with_values
 from ..flags import check_count
-from ..loggers.run_names import check_run_name, logging_run_parameters, use_run_logger
+from ..loggers.run_names import logging_run_parameters, use_run_logger
 from ..reliability.failure import report_failure
 from ..reliability.heartbeat import Heartbeat
 from ..reliability.nonfinite import NonFiniteWatch
@@ -403,9 +403,8 @@ def install_loops(
 
 
 def _install_loggers(trainer: TrainerBase, config: EngineConfig) -> None:
-    check_run_name(config.name, config.logger if not trainer.barebones else False)
     if config.logger in (None, True):
-        use_run_logger(trainer, config.name)
+        use_run_logger(trainer)
     users = config.callbacks if isinstance(config.callbacks, Iterable) else [config.callbacks]
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         # Lightning: the summary that Trainer.__init__ adds if there is none.

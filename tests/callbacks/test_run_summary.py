@@ -65,7 +65,7 @@ def lines(capsys):
 
 def test_it_is_short_and_says_where_everything_is(capsys, tmp_path):
     best = ModelCheckpoint(monitor="val/loss", filename="best")
-    run(val=DATA, callbacks=[best], name="mine")
+    run(val=DATA, callbacks=[best])
     said = lines(capsys)
     assert len(said) <= 1 + 8
     assert max(map(len, said)) <= 100
@@ -73,8 +73,8 @@ def test_it_is_short_and_says_where_everything_is(capsys, tmp_path):
     assert re.fullmatch(
         r"3 steps in [\d.]+ s, \d+% of it waiting for data; [\d,.]+ samples/s, peak memory .+ [MG]B", said[1]
     )
-    assert re.fullmatch(r"best val/loss [\de.-]+: lightning_logs/mine/checkpoints/best.ckpt", said[2])
-    assert said[3] == "logs: lightning_logs/mine   checkpoints: lightning_logs/mine/checkpoints"
+    assert re.fullmatch(r"best val/loss [\de.-]+: lightning_logs/version_0/checkpoints/best.ckpt", said[2])
+    assert said[3] == "logs: lightning_logs/version_0   checkpoints: lightning_logs/version_0/checkpoints"
     assert said[4] == "to go on, with a larger max_epochs:"
 
 
@@ -222,10 +222,10 @@ def test_ctrl_c_says_what_was_saved(capsys):
         "Stopped by Ctrl-C after 2 steps. Nothing was saved; resume=auto saves every ten minutes."
     ]
     with pytest.raises(SystemExit):
-        run(callbacks=[Ends(ctrl_c), ModelCheckpoint(every_n_train_steps=1, filename="{step}")], name="mine")
+        run(callbacks=[Ends(ctrl_c), ModelCheckpoint(every_n_train_steps=1, filename="{step}")])
     assert lines(capsys)[1:] == [
-        "Stopped by Ctrl-C after 2 steps. The last checkpoint is lightning_logs/mine/checkpoints/step=1.ckpt",
-        "to go on: engine.fit(..., ckpt_path='lightning_logs/mine/checkpoints/step=1.ckpt')",
+        "Stopped by Ctrl-C after 2 steps. The last checkpoint is lightning_logs/version_0/checkpoints/step=1.ckpt",
+        "to go on: engine.fit(..., ckpt_path='lightning_logs/version_0/checkpoints/step=1.ckpt')",
     ]
 
 
@@ -256,9 +256,9 @@ def test_the_command_is_the_one_that_was_given(capsys, monkeypatch, short):
 
     long = [] if short else ["--a_long_flag", "x" * 80]
     monkeypatch.setattr(sys, "argv", ["/usr/bin/polyphase", "fit", "--model", "Net", "--ckpt_path", "old", *long])
-    run(default_root_dir="r", max_epochs=-1, max_steps=2, name="m")
+    run(default_root_dir="r", max_epochs=-1, max_steps=2)
     said = capsys.readouterr().out
-    path = "r/lightning_logs/m/checkpoints/epoch=0-step=2.ckpt"
+    path = "r/lightning_logs/version_0/checkpoints/epoch=0-step=2.ckpt"
     if short:
         assert f"to go on, with a larger max_steps:\n    polyphase fit --model Net --ckpt_path {path}" in said
     else:

@@ -89,13 +89,12 @@ def test_figures_are_those_of_all_ranks(strategy, header, capfd, tmp_path):
         devices=2,
         strategy=strategy,
         max_epochs=2,
-        name="mine",
         enable_progress_bar=False,
         enable_model_summary=False,
     )
     engine.fit(Net(), DataLoader(TensorDataset(torch.ones(9, 4)), batch_size=4))
     output = capfd.readouterr().out
-    header = f"polyphase {__version__} | {header} | logs: lightning_logs/mine"
+    header = f"polyphase {__version__} | {header} | logs: lightning_logs/version_0"
     _, seconds, share, samples_per_s = check(output, header).groups()
     assert float(samples_per_s) * float(seconds) == pytest.approx(18, rel=0.15)
     assert int(share) < 40
@@ -132,10 +131,12 @@ def test_torchrun_and_spawn_say_it_once(strategy, tmp_path):
 
 def test_the_command_prints_few_lines(tmp_path):
     flags = ["--model", "DigitsClassifier", "--data", "Digits", "--strategy", "ddp", "--devices", "2"]
-    more = ["--accelerator", "cpu", "--max_epochs", "1", "--name", "mine", "--trainer.log_every_n_steps", "10"]
+    more = ["--accelerator", "cpu", "--max_epochs", "1", "--trainer.log_every_n_steps", "10"]
     finished = run_command([*COMMAND, "fit", *flags, *more])
     assert finished.returncode == 0, finished.output
-    header = "ddp, replicate=2 on cpu | 32-true | global batch 64 = 2 x 32 x 1 | seed 0 | logs: lightning_logs/mine"
+    header = (
+        "ddp, replicate=2 on cpu | 32-true | global batch 64 = 2 x 32 x 1 | seed 0 | logs: lightning_logs/version_0"
+    )
     end = check(finished.output, f"polyphase {__version__} | {header}")
     assert end[1] == "17"
     said = lines_of(finished.output)

@@ -53,7 +53,7 @@ def test_batches_of_other_sizes_are_compared_by_the_sample():
 
 
 def test_flags_that_one_of_them_has():
-    before, after = quick(flags={"compile": True, "name": "a"}), quick(flags={"precision": "bf16-mixed"})
+    before, after = quick(flags={"compile": True, "resume": "auto"}), quick(flags={"precision": "bf16-mixed"})
     assert compare_runs(before, after).setup == {"compile": (True, None), "precision": (None, "bf16-mixed")}
 
 

@@ -23,7 +23,6 @@ from polyphase.engine.strategies import STRATEGIES
 OURS = {
     "activation_checkpointing": "none",
     "offload": None,
-    "name": None,
     "enable_run_summary": None,
     "check_first_steps": "auto",
     "checkpoint_format": "auto",

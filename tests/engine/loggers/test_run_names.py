@@ -3,7 +3,6 @@ import subprocess
 from pathlib import Path
 
 import lightning
-import pytest
 import torch
 import yaml
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
@@ -141,35 +140,5 @@ def test_a_metric_of_the_users_is_logged_with_the_hyperparameters(tmp_path):
 # --- names
 
 
-def test_a_name_is_that_of_the_folder_and_never_taken_twice(tmp_path):
-    engines = [fit(name="wide layers") for _ in range(3)]
-    folders = [Path(engine.logger.log_dir).name for engine in engines]
-    assert folders == ["wide layers", "wide layers-2", "wide layers-3"]
-    for folder in folders:
-        assert len(list((tmp_path / "lightning_logs" / folder).glob("events.*"))) == 1
-    engines[0].fit(Saves(), DataLoader(Positions(2)))
-    assert engines[0].logger.version == "wide layers", "another fit of the same engine is the same run"
-
-
-def test_without_a_name_runs_are_numbered():
+def test_runs_are_numbered():
     assert [Path(fit().logger.log_dir).name for _ in range(2)] == ["version_0", "version_1"]
-
-
-@pytest.mark.parametrize("name", ["", "a/b", "..", ".hidden", 3, "a\\b", "a\nb"])
-def test_what_is_no_name_of_a_folder_is_refused(name):
-    with pytest.raises(ValueError, match=r"a name (for the folder of the run's logs|or None)"):
-        fit(name=name)
-
-
-def test_a_name_is_refused_where_there_is_no_default_logger(tmp_path):
-    with pytest.raises(ValueError, match=r"name='mine' .* but logger=CSVLogger is your own: give it the name there"):
-        fit(name="mine", logger=CSVLogger(tmp_path))
-    with pytest.raises(ValueError, match="but logger=False: there are none"):
-        fit(name="mine", logger=False)
-    with pytest.raises(ValueError, match="there are none"):
-        Engine(name="mine", barebones=True)
-
-
-def test_fast_dev_run_logs_nothing_whatever_the_name(tmp_path):
-    fit(name="mine", fast_dev_run=True)
-    assert not (tmp_path / "lightning_logs").exists()
