@@ -65,7 +65,7 @@ class DataPosition:
         self._seeds_samples = seeds_samples
         self._resumed_positions: dict[DataLoader, EpochPosition] = {}
         self._watched: dict[int, Watched | KeptStates] = {}
-        """What reads the loaders that stay the user's own, by the `id` of the loader, which may be unhashable."""
+        """Readers of the loaders that stay the user's own, by the `id` of the loader, which may be unhashable."""
         self._epoch_starts: list[tuple[DataLoader, dict[str, Any]]] = []
         self._to_resume: list[dict[str, Any]] = []
         self._is_resuming = self._is_in_mid_epoch = False
