@@ -376,8 +376,9 @@ class AsyncCheckpointer:
         notes = [publish(files.url, job.path, manifest)]
         # Opened before an older one is removed.
         published = read_manifest(job.path)
+        refused: list[str] = []
         if published.structures == self._opened:
-            wrong, refused = check_written(job.path, published, index, job.rest, ranks), []
+            wrong = check_written(job.path, published, index, job.rest, ranks)
         else:
             wrong, refused = check_content(job.path, published)
         if wrong:

@@ -186,7 +186,7 @@ class DataPosition:
         }
 
     def _state_of(self, loader: Any, epoch: int, batches: int, begins: bool) -> dict[str, Any]:
-        watched = self._watched.get(id(loader))
+        watched: Any = self._watched.get(id(loader))
         stateful = loader if watched is None else watched
         if isinstance(stateful, (StateTrackingLoader, KeptStates)):
             return {"unit": "stateful", **form_of(loader), **stateful.place_after(epoch, batches)}

@@ -73,7 +73,7 @@ class DataSetStates:
         ]
 
     def _draws(self) -> list[dict[str, Any]]:
-        draws = []
+        draws: list[dict[str, Any]] = []
         for loader in self._loaders:
             if not _reads_here(loader):
                 draws.append({})
