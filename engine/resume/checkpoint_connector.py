@@ -45,6 +45,7 @@ from ..checkpoint import (
     read_manifest,
     to_lightning,
 )
+from ..checkpoint.adapters import STATE_KEY as ADAPTERS
 from ..checkpoint.engine_io import EngineIO
 from ..checkpoint.errors import damage
 from ..checkpoint.manifest import Kind, Manifest, check_may_replace, manifest_bytes
@@ -301,6 +302,9 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
             _leave_out(checkpoint, [name for name, value in current.items() if getattr(value, "is_meta", False)])
         elif self._is_sharded:  # what callbacks save of parameters
             checkpoint = mapped(self._gathered, checkpoint, DTensor)
+        if weights_only:  # without states of callbacks, but for the one that says what the weights are
+            about = {c.state_key: c.state_dict() for c in trainer.callbacks if c.state_key == ADAPTERS}
+            checkpoint.update({"callbacks": about} if about else {})
         if weights_only or trainer.state.fn != TrainerFn.FITTING:
             return checkpoint
         if not self._has_workers:

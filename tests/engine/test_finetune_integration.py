@@ -160,6 +160,7 @@ def test_peft_reads_the_folder_and_merged_weights_do_the_same(tmp_path, flag, de
         def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
             trainer.export(tmp_path / "adapters", adapters="net")
             trainer.export(tmp_path / "merged.safetensors")
+            trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
 
     run(flag, devices, callbacks=[Exports("on_train_end", 1, tmp_path / "end")])
     batch = next(iter(loader(GPT, ACCUMULATE)))[:, :-1]
@@ -178,9 +179,14 @@ def test_peft_reads_the_folder_and_merged_weights_do_the_same(tmp_path, flag, de
     assert settings["target_modules"] == ["down", "out", "qkv", "up"]
 
     assert ckpt(["export", str(tmp_path / "end"), "--to", str(tmp_path / "again"), "--adapters", "net"]) == 0
-    assert ckpt(["export", str(tmp_path / "end"), "--to", str(tmp_path / "again.safetensors")]) == 0
-    name = "adapter_model.safetensors"
-    for one, other in (("adapters/" + name, "again/" + name), ("merged.safetensors", "again.safetensors")):
+    name, whole = "adapter_model.safetensors", "merged.safetensors"
+    for path in ("end", "weights.ckpt"):
+        assert ckpt(["export", str(tmp_path / path), "--to", str(tmp_path / f"{path}.safetensors")]) == 0
+    for one, other in (
+        ("adapters/" + name, "again/" + name),
+        (whole, "end.safetensors"),
+        (whole, "weights.ckpt.safetensors"),
+    ):
         assert largest_difference(load_file(tmp_path / one), load_file(tmp_path / other)) == 0
 
 
