@@ -84,7 +84,7 @@ bench: install  ## what the engine costs per step, into benchmarks/results
 gpu: install  ## checks and figures on the GPUs of this machine, into benchmarks/results; PART=1, 2 or 3 for seven minutes of it
 	$(BIN)/python -m benchmarks.gpu $(if $(PART),--part $(PART))
 
-zoo: install  ## other people's models under every strategy, into docs/models.md; takes half an hour
+zoo: install  ## other people's models under every strategy, into benchmarks/results; takes half an hour
 	$(PIP_INSTALL) "$(TORCH)" --editable ".[zoo]"
 	$(PYTEST) tests/zoo/weights.py tests/zoo/exported.py
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.zoo

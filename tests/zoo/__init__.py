@@ -1,1 +1,1 @@
-"""Other people's models, tiny, under every strategy, against a plain loop: ``make zoo`` writes docs/models.md."""
+"""Other people's models, tiny, under every strategy, against a plain loop: ``make zoo`` writes the results."""

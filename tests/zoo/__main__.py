@@ -1,4 +1,4 @@
-"""Runs the zoo, and writes docs/models.md, or of an accelerator benchmarks/results/zoo-DEVICE.md.
+"""Runs the zoo, and writes benchmarks/results/zoo-cpu.md, or of an accelerator zoo-DEVICE.md.
 
 Exit code 1 if a cell is a failure.
 """
@@ -19,7 +19,7 @@ from benchmarks.report import slug
 
 from .run import STRATEGIES, TOLERANCE, Cell, num_devices, run
 
-_ROOT = Path(__file__).parents[2]
+_RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 _UNUSED = " with `find_unused_parameters=true`"
 _GENERAL = (
     (r"^[Uu]nder '\w+' ", ""),
@@ -34,12 +34,6 @@ _GENERAL = (
 )
 """What is one model's in a message: the flag, the line, the names of its class and of its parts."""
 _HEAD = """# Other people's models
-
-Does a model like yours train alike under each strategy? Look for its kind, or ask of your own:
-
-```bash
-polyphase verify --model my_code.MyModule --data my_code.MyData --strategy fsdp --devices 2
-```
 
 Tiny models of other packages, and modules of the kinds that people bring, each in a `LightningModule`, trained for 3
 steps of SGD on {where} and compared with a plain PyTorch loop in one process. `make zoo`
@@ -126,9 +120,9 @@ def _read(page: str) -> dict[str, Cell]:
 def _place(accelerator: str) -> tuple[str, Path]:
     """Where it was run, in words, and the file of the page."""
     if accelerator == "cpu":
-        return "2 CPU processes", _ROOT / "docs" / "models.md"
+        return "2 CPU processes", _RESULTS / "zoo-cpu.md"
     name = torch.cuda.get_device_name(0) if accelerator == "cuda" else accelerator
-    return f"{num_devices(accelerator)} x {name}", _ROOT / "benchmarks" / "results" / f"zoo-{slug(name)}.md"
+    return f"{num_devices(accelerator)} x {name}", _RESULTS / f"zoo-{slug(name)}.md"
 
 
 def _page(groups: dict[str, dict], cells: dict[str, Cell], where: str) -> str:

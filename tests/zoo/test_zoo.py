@@ -1,6 +1,7 @@
 """A sample of the zoo; all of it by ``make zoo``."""
 
 import re
+from collections import Counter
 
 import pytest
 
@@ -11,6 +12,7 @@ from . import methods, plain
 from .__main__ import _read, _row
 from .run import STRATEGIES, Cell, largest_difference, run
 
+RESULTS = ROOT / "benchmarks" / "results" / "zoo-cpu.md"
 MODELS = {**plain.MODELS, **methods.MODELS}
 SAMPLE = [
     ("fsdp", "GAN", "equal", ""),
@@ -30,13 +32,22 @@ def test_equal_or_refused_by_name(strategy, name, kind, detail):
 
 
 def test_the_page_is_read_as_it_is_written():
-    page = (ROOT / "docs" / "models.md").read_text()
+    page = RESULTS.read_text()
     cells = _read(page)
     assert [key for key, cell in cells.items() if not cell.is_good] == []
     reasons = {reason: int(number) for number, reason in re.findall(r"^(\d+)\. (.*)$", page, re.MULTILINE)}
     for name in MODELS:
         row = _row({strategy: cells[f"{strategy}: {name}"] for strategy in STRATEGIES}, reasons)
         assert re.search(rf"^\| {re.escape(name)}( \(.*\))? \| {re.escape(' | '.join(row))} \|$", page, re.MULTILINE)
+
+
+def test_the_counts_of_the_page_are_those_of_the_results():
+    kinds = Counter((key.partition(":")[0], cell.kind) for key, cell in _read(RESULTS.read_text()).items())
+    rows = re.findall(
+        r"^\| (`.*?`) \| (\d+) \| (\d+) \| (\d+) \|", (ROOT / "docs" / "models.md").read_text(), re.MULTILINE
+    )
+    counts = {name.strip("`"): tuple(map(int, row[1:])) for row in rows for name in row[0].split(", ")}
+    assert counts == {name: tuple(kinds[name, kind] for kind in ("equal", "refused", "warned")) for name in STRATEGIES}
 
 
 @pytest.mark.parametrize("name", ["batch norm", *nightly("spectral norm")])
