@@ -178,7 +178,7 @@ def page(folder: Path) -> str:
     stops = _table(stop_table(folder))
     libraries = _table(library_table(folder, PAGE.read_text()))
     parts = [one_process(folder), _RANKS, ranks, _RANKS_BELOW, _STOPS, stops, _LIBRARIES, libraries, _LIBRARIES_BELOW]
-    return "".join([*parts, _PROMISES])
+    return "".join(parts)
 
 
 _ABOVE = f"""# Which training data continue after a stop in mid-epoch
@@ -189,9 +189,26 @@ What a resumed run trains on, found by training on it. The rules in short: [resu
 Engine(resume="auto", callbacks=[Snapshot(every_n_steps=500)]).fit(module, loader)
 ```
 
-A cell: *yes*: tried, and right. *refused*: an error before the first step, with a remedy. *-*: that run was refused
-before. `python -m tests.docs.data_matrix` writes this page, and `make nightly` compares it with what is found again
-(rows of libraries that are not installed stay).
+## What is promised
+
+| data | a resumed run |
+|---|---|
+| order of samples | needs the same data and sampler, not the same seed: checkpoints have the generators' states |
+| augmentation, as many ranks and workers | draws the same numbers, from global generators and those of the data set |
+| augmentation, other ranks or workers | draws the same numbers with `seed_samples=True` |
+| a stream | needs as many ranks; without `state_dict` it is read again, and other batches than before are an error |
+| a stream with [shards](checkpoints.md#shards) | may have other ranks, workers and batches; a shard repeats itself |
+| a loader that is no `DataLoader`, with a `state_dict` | needs as many ranks, and on several `shards_itself`; without one it is refused |
+| loaders side by side | continues all; a rest that the ranks do not divide is refused |
+| `set_epoch`, or an attribute `epoch` | sets it again; if workers would not see it, that is an error |
+
+Later epochs have another order, each sample still once, if a run with `persistent_workers=True` continues with other
+ranks, batches or workers. A stream that draws from global generators in the main process, as training does, may yield
+other samples: a warning says so. **Not seen**: generators in modules, global variables or C extensions; generators of
+validation data; other global state that a data set changes.
+
+A cell below: *yes*: tried, and right. *refused*: an error before the first step, with a remedy. *-*: that run was
+refused before. `python -m tests.docs.data_matrix` writes this page.
 
 ## One process
 
@@ -232,32 +249,10 @@ batches*: those of the run that was not stopped.
 _LIBRARIES_BELOW = """
 - MosaicML's streams read their rank from variables that torchrun and `polyphase launch` set before the script starts,
   and `ddp` when the run begins: make the data set in `train_dataloader()` or `setup()`.
-- litdata's loader was tried on 1 and 2 ranks, with 0 and 2 workers; only `StreamingDataset` is not refused.
+- Of litdata only `StreamingDataset` is not refused.
 - Under `tp` and `pp` a data set that divides itself among all ranks is refused: ranks there need the same samples.
 - `pip install "polyphase[data]"` installs `datasets` and `webdataset`. `litdata` needs torchvision, whose wheel breaks
-  Lightning's import beside a CPU-only torch; its rows, and MosaicML's, are from an environment of their own.
-"""
-_PROMISES = """
-## What is promised
-
-| data | a resumed run |
-|---|---|
-| order of samples | needs the same data and sampler, not the same seed: checkpoints have the generators' states |
-| augmentation, as many ranks and workers | draws the same numbers, from global generators and those of the data set |
-| augmentation, other ranks or workers | draws the same numbers with `seed_samples=True` |
-| a stream | needs as many ranks; without `state_dict` it is read again, and other batches than before are an error |
-| a stream with [shards](checkpoints.md#shards) | may have other ranks, workers and batches; a shard repeats itself |
-| a loader that is no `DataLoader`, with a `state_dict` | needs as many ranks, and on several `shards_itself` |
-| the same without a `state_dict` | is refused in mid-epoch |
-| loaders side by side | continues all; a rest that the ranks do not divide is refused |
-| `set_epoch`, or an attribute `epoch` | sets it again; if workers would not see it, that is an error |
-
-Later epochs have another order, each sample still once, if a run with `persistent_workers=True` continues with other
-ranks, batches or workers, or if `reload_dataloaders_every_n_epochs` meets workers on one side only. A stream that draws
-from global generators in the main process, as training does, may yield other samples: a warning says so.
-
-**Not seen**: generators in modules, global variables or C extensions; generators of validation data; other global state
-that a data set changes. With another number of ranks, workers draw other numbers.
+  Lightning's import beside a CPU-only torch.
 """
 
 if __name__ == "__main__":
