@@ -1,4 +1,4 @@
-"""The table of docs/data.md about public libraries: what becomes of their data on two ranks, and when a run goes on.
+"""The table of `data-cpu.md` about public libraries: their data on two ranks, and when a run goes on.
 
 `data_matrix.py` writes it into the page, with the rows of the libraries that are installed; those of others stay.
 """

@@ -1,4 +1,4 @@
-"""The tables of docs/data.md: what becomes of each kind of training data, found by training on it.
+"""The tables of benchmarks/results/data-cpu.md: what becomes of each kind of training data, found by training on it.
 
 ``python -m tests.docs.data_matrix`` writes the page anew, in some minutes; `test_data_matrix.py` compares its first
 table with what is found, and looks at a cell of each of the others, which are of several ranks (`data_ranks.py`).
@@ -29,7 +29,7 @@ from .package_run import BATCH as LIBRARY_BATCH
 from .package_run import SIZE as LIBRARY_SIZE
 from .package_run import STOP as LIBRARY_STOP
 
-PAGE = ROOT / "docs" / "data.md"
+PAGE = ROOT / "benchmarks" / "results" / "data-cpu.md"
 SIZE, BATCH, STOP, EPOCHS = 24, 3, 4, 4
 _EACH = Counter(range(SIZE))
 
@@ -151,7 +151,7 @@ def _goes_on_once(make: Callable[[], Any], path: Path, done: list[Any]) -> bool:
 
 
 def one_process(folder: Path) -> str:
-    """The first part of docs/data.md; checkpoints are saved in `folder`."""
+    """The first part of benchmarks/results/data-cpu.md; checkpoints are saved in `folder`."""
     rows = [["", *COLUMNS], ["---"] * (1 + len(COLUMNS))]
     for number, (kind, make) in enumerate(KINDS.items()):
         path = folder / f"{number}.ckpt"
@@ -173,7 +173,7 @@ def _table(rows: list[list[str]]) -> str:
 
 
 def page(folder: Path) -> str:
-    """The text of docs/data.md."""
+    """The text of benchmarks/results/data-cpu.md."""
     ranks = _table(rank_table(KINDS, BATCH, _EACH, folder))
     stops = _table(stop_table(folder))
     libraries = _table(library_table(folder, PAGE.read_text()))
@@ -181,34 +181,14 @@ def page(folder: Path) -> str:
     return "".join(parts)
 
 
-_ABOVE = f"""# Which training data continue after a stop in mid-epoch
+_ABOVE = f"""# Training data after a stop in mid-epoch
 
-What a resumed run trains on, found by training on it. The rules in short: [resuming](checkpoints.md#resuming).
+What a resumed run trains on, found by training on it; in short: [training data](../../benchmarks/results/data-cpu.md).
 
-```python
-Engine(resume="auto", callbacks=[Snapshot(every_n_steps=500)]).fit(module, loader)
-```
+    python -m tests.docs.data_matrix
 
-## What is promised
-
-| data | a resumed run |
-|---|---|
-| order of samples | needs the same data and sampler, not the same seed: checkpoints have the generators' states |
-| augmentation, as many ranks and workers | draws the same numbers, from global generators and those of the data set |
-| augmentation, other ranks or workers | draws the same numbers with `seed_samples=True` |
-| a stream | needs as many ranks; without `state_dict` it is read again, and other batches than before are an error |
-| a stream with [shards](checkpoints.md#shards) | may have other ranks, workers and batches; a shard repeats itself |
-| a loader that is no `DataLoader`, with a `state_dict` | needs as many ranks, and on several `shards_itself`; without one it is refused |
-| loaders side by side | continues all; a rest that the ranks do not divide is refused |
-| `set_epoch`, or an attribute `epoch` | sets it again; if workers would not see it, that is an error |
-
-Later epochs have another order, each sample still once, if a run with `persistent_workers=True` continues with other
-ranks, batches or workers. A stream that draws from global generators in the main process, as training does, may yield
-other samples: a warning says so. **Not seen**: generators in modules, global variables or C extensions; generators of
-validation data; other global state that a data set changes.
-
-A cell below: *yes*: tried, and right. *refused*: an error before the first step, with a remedy. *-*: that run was
-refused before. `python -m tests.docs.data_matrix` writes this page.
+A cell: *yes*: tried, and right. *refused*: an error before the first step, with a remedy. *-*: that run was refused
+before. `make nightly` compares this page with what is found again; rows of libraries that are not installed stay.
 
 ## One process
 

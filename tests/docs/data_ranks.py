@@ -1,4 +1,4 @@
-"""The tables of docs/data.md about several ranks: kinds of training data, and launchers and stops.
+"""The tables of benchmarks/results/data-cpu.md about several ranks: kinds of training data, and launchers and stops.
 
 They take some minutes; `data_matrix.py` writes them into the page, `test_data_matrix.py` looks at a few of them.
 """

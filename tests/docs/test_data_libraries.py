@@ -1,4 +1,4 @@
-"""docs/data.md says what is found of public libraries' data, of those that are installed."""
+"""benchmarks/results/data-cpu.md says what is found of public libraries' data, of those that are installed."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""docs/data.md says what is found, and no kind of training data is silently read otherwise."""
+"""benchmarks/results/data-cpu.md says what is found, and no kind of training data is silently read otherwise."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""One process, whole fits over data of public libraries, where these are installed; docs/data.md has more of them."""
+"""One process, whole fits over data of public libraries, where these are installed."""
 
 import gc
 from collections import Counter
