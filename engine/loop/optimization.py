@@ -70,13 +70,6 @@ class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpoc
             self.step_guard.close()
             self.step_guard = None
 
-    @property
-    def shortcuts(self) -> Shortcuts:
-        """The calls of a step as they are now: a callback may replace any method."""
-        if self._shortcuts is None or not self._shortcuts.is_current():
-            self._shortcuts = Shortcuts(self.trainer)
-        return self._shortcuts
-
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Runs one micro-batch, and the optimizer step if it ends a window.
 
@@ -88,22 +81,28 @@ class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpoc
         # Lightning: _AutomaticOptimization.run and what it calls; from `optimizer_step` on see `Shortcuts`.
         if self.step_guard is not None:
             self.step_guard.begin_micro_batch()
-        closure = self._make_closure(kwargs, optimizer, batch_idx)
-        hooks = closure.shortcuts.hooks
+        shortcuts = self._shortcuts
+        if shortcuts is None or not shortcuts.is_current():  # a callback may replace any method
+            shortcuts = self._shortcuts = Shortcuts(self.trainer)
+        closure = _MicroBatch(self, shortcuts, optimizer, batch_idx, tuple(kwargs.values()))
+        hooks = shortcuts.hooks
         if closure.ends_window:
             steps = self.optim_progress.optimizer.step
             num_steps = steps.total.completed
             steps.total.ready += 1
             steps.current.ready += 1
             if len(hooks.strategy.optimizers) == 1:
-                closure.shortcuts.optimizer_step(batch_idx, optimizer, closure)
+                shortcuts.optimizer_step(batch_idx, optimizer, closure)
             else:
                 self._step_together(batch_idx, closure)
             steps.total.completed += 1
             steps.current.completed += 1
-            self._observe_norm(hooks.precision, num_steps)
+            norm = getattr(hooks.precision, "grad_norm", None)
+            # Loss scaling makes infinite norms by design.
+            if norm is not None and getattr(hooks.precision, "scaler", None) is None:
+                self.watch.observe(self.trainer, "gradient norm", norm, num_steps)
         elif hooks.strategy.handles_gradient_accumulation:  # its own step decides what to do with the gradients
-            closure.shortcuts.optimizer_step(batch_idx, optimizer, closure)
+            shortcuts.optimizer_step(batch_idx, optimizer, closure)
         else:
             with without_sync(hooks.strategy):
                 closure()
@@ -111,10 +110,6 @@ class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpoc
             return {}
         result = closure.consume_result()
         return {} if result.loss is None else result.asdict()
-
-    def _make_closure(self, kwargs: dict[str, Any], optimizer: Optimizer, batch_idx: int) -> "_MicroBatch":
-        # Lightning: _AutomaticOptimization._make_closure
-        return _MicroBatch(self, optimizer, batch_idx, tuple(kwargs.values()))
 
     def weighted_result(self, output: Any, batch_idx: int) -> ClosureResult:
         """Returns `training_step`'s result, with a loss that can be added to those of the other micro-batches."""
@@ -201,11 +196,6 @@ class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpoc
                 own = partial(shared, wrapped.optimizer)
                 call._call_lightning_module_hook(trainer, "optimizer_step", epoch, batch_idx, wrapped, own)
 
-    def _observe_norm(self, plugin: Any, step: int) -> None:
-        norm = getattr(plugin, "grad_norm", None)
-        if norm is not None and getattr(plugin, "scaler", None) is None:  # loss scaling makes infinite norms by design
-            self.watch.observe(self.trainer, "gradient norm", norm, step)
-
 
 class _TensorResult(ClosureResult):
     """A result that has only a loss; it avoids the cost of the dataclass's constructor."""
@@ -223,6 +213,7 @@ class _MicroBatch(Closure):  # Lightning: it raises an error if the optimizer ha
     def __init__(
         self,
         optimization: AutomaticOptimization,
+        shortcuts: Shortcuts,
         optimizer: Optimizer,
         batch_idx: int,
         arguments: tuple[Any, ...],
@@ -232,8 +223,8 @@ class _MicroBatch(Closure):  # Lightning: it raises an error if the optimizer ha
         self._optimizer = optimizer
         self._batch_idx = batch_idx
         self._arguments = arguments
-        self.shortcuts = optimization.shortcuts
-        self._hooks = self.shortcuts.hooks
+        self._shortcuts = shortcuts
+        self._hooks = shortcuts.hooks
         self.ends_window = not optimization.trainer.fit_loop.epoch_loop._should_accumulate()
         """Whether the optimizer steps after this micro-batch."""
         self.ran_out_of_memory = False
@@ -245,17 +236,22 @@ class _MicroBatch(Closure):  # Lightning: it raises an error if the optimizer ha
         else:
             with torch.enable_grad():
                 self._result = self.closure()
-        if self.ends_window and self.shortcuts.calls_after_closure:
+        if self.ends_window and self._shortcuts.calls_after_closure:
             hooks = self._hooks
             hooks.precision._after_closure(hooks.module, self._optimizer)
         return self._result.loss
 
     def closure(self) -> ClosureResult:
         """Forward, zeroing of gradients and backward."""
-        heartbeat = self._optimization.trainer.heartbeat  # type: ignore[attr-defined]
+        optimization = self._optimization
+        heartbeat = optimization.trainer.heartbeat  # type: ignore[attr-defined]
         heartbeat.phase = "train"
-        out_of_memory = self._optimization.out_of_memory
-        result = self._closure() if out_of_memory is None else self._closure_or_recovery(out_of_memory)
+        if optimization.out_of_memory is not None:
+            result = self._closure_or_recovery(optimization.out_of_memory)
+        elif optimization.loss_weighting.data_size > 1:
+            result = self._beside_fillers()
+        else:
+            result = self._forward_and_backward()
         heartbeat.phase = "optimizer"
         return result
 
@@ -264,13 +260,13 @@ class _MicroBatch(Closure):  # Lightning: it raises an error if the optimizer ha
         out_of_memory.begin_micro_batch()
         result = ClosureResult(None)
         try:
-            result = self._closure()
+            result = self._beside_fillers()
         except RuntimeError as error:
             self.ran_out_of_memory = True
             failure = error
         # Outside of the `except` clause, which would keep the frames, and so the activations, of the failed call.
         if self.ran_out_of_memory:
-            out_of_memory.recover(failure, self._step_on_smallest_batch, self.ends_window)
+            out_of_memory.finish_micro_batch(failure, self._step_on_smallest_batch, self.ends_window)
             if self.ends_window:
                 self._optimization.loss_weighting.correct()
         if self.ends_window:
@@ -287,7 +283,7 @@ class _MicroBatch(Closure):  # Lightning: it raises an error if the optimizer ha
         assert weighed is not None
         return weighed
 
-    def _closure(self) -> ClosureResult:
+    def _beside_fillers(self) -> ClosureResult:
         trainer: Any = self._optimization.trainer
         sizes = trainer._data_connector.sizes
         if self._optimization.loss_weighting.data_size == 1 or not sizes.some_are_fillers(self._batch_idx):
@@ -299,9 +295,9 @@ class _MicroBatch(Closure):  # Lightning: it raises an error if the optimizer ha
         # Lightning: Closure.closure
         optimization, trainer = self._optimization, self._hooks.trainer
         if optimization.runs_own_schedule and not optimization._skip_backward:
-            self._zero_grad_of_all(trainer)
+            self._zero_grad(trainer)
             return optimization.run_schedule(self._hooks, self._arguments, self._batch_idx, self.ends_window)
-        output = self.shortcuts.training_step(*self._arguments)
+        output = self._shortcuts.training_step(*self._arguments)
         result = optimization.weighted_result(output, self._batch_idx)
         if result.closure_loss is None:
             Closure.warning_cache.warn(
@@ -309,34 +305,33 @@ class _MicroBatch(Closure):  # Lightning: it raises an error if the optimizer ha
             )
         if optimization._skip_backward:  # stochastic weight averaging runs a pass without gradients
             return result
-        self._zero_grad_of_all(trainer)
+        self._zero_grad(trainer)
         if result.closure_loss is not None:
-            self._hooks.in_hook("backward", self.shortcuts.backward, result.closure_loss, self._optimizer)
+            self._hooks.in_hook("backward", self._shortcuts.backward, result.closure_loss, self._optimizer)
             if self.ends_window:
                 optimization.loss_weighting.correct()
         return result
 
-    def _zero_grad_of_all(self, trainer: Any) -> None:
-        if self._batch_idx % trainer.accumulate_grad_batches == 0:
-            for optimizer in self._hooks.strategy.optimizers:
-                self._zero_grad(trainer, optimizer)
-
-    def _zero_grad(self, trainer: Any, optimizer: Optimizer) -> None:
+    def _zero_grad(self, trainer: Any) -> None:
+        """Zeroes the gradients of all optimizers, if a window begins."""
         # Lightning: _AutomaticOptimization._on_before_zero_grad and _optimizer_zero_grad
+        if self._batch_idx % trainer.accumulate_grad_batches:
+            return
         progress: Any = self._optimization.optim_progress.optimizer.zero_grad
         total, current = progress.total, progress.current
         # Otherwise gradients are only set to None, which takes too little time to be measured.
-        is_announced = not self.shortcuts.skips_zero_grad
+        is_announced = not self._shortcuts.skips_zero_grad
         if is_announced:
             trainer.heartbeat.phase = "optimizer"
-        total.ready += 1
-        current.ready += 1
-        self._hooks.call("on_before_zero_grad", optimizer)
-        total.started += 1
-        current.started += 1
-        self.shortcuts.zero_grad(self._batch_idx, optimizer)
-        total.completed += 1
-        current.completed += 1
+        for optimizer in self._hooks.strategy.optimizers:
+            total.ready += 1
+            current.ready += 1
+            self._hooks.call("on_before_zero_grad", optimizer)
+            total.started += 1
+            current.started += 1
+            self._shortcuts.zero_grad(self._batch_idx, optimizer)
+            total.completed += 1
+            current.completed += 1
         if is_announced:
             trainer.heartbeat.phase = "train"
 

@@ -85,7 +85,9 @@ class OutOfMemory:
         if self._trainer.world_size > 1:
             self._trainer.strategy.begin_micro_batch()
 
-    def recover(self, error: BaseException, step: Callable[[Callable[..., Any]], Tensor], synchronises: bool) -> None:
+    def finish_micro_batch(
+        self, error: BaseException, step: Callable[[Callable[..., Any]], Tensor], synchronises: bool
+    ) -> None:
         """Finishes a micro-batch that has raised `error`: frees memory, and takes part in its collectives.
 
         Args:
@@ -124,8 +126,12 @@ class OutOfMemory:
         if any(WORLD.all_gather_bools(self.has_failed)):
             raise RetryStep
 
-    def repeat(self) -> None:
-        """Restores the state at the beginning of the step, with smaller micro-batches.
+    def is_cause_of(self, error: BaseException) -> bool:
+        """Whether a step has ended because a rank ran out of memory."""
+        return isinstance(error, RetryStep)
+
+    def recover(self, loop: Any, error: BaseException) -> bool:
+        """Restores the state at the beginning of the step, with smaller micro-batches; returns False: none has made it.
 
         Raises:
             torch.OutOfMemoryError: on all ranks, if a micro-batch has one sample already.
@@ -148,6 +154,7 @@ class OutOfMemory:
         self.has_failed, self._error = False, None
         assert self._start is not None
         self._start.return_to(partial(self._resplit, size))
+        return False
 
     def _resplit(self, size: int, done: int) -> int:
         return self._trainer._data_connector.data_position.resplit(done, size)

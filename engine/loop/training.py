@@ -394,9 +394,9 @@ class _Epoch:
         trainer, loop, fetcher = self._trainer, self._loop, self._fetcher
         progress: Any = loop.batch_progress
         total, current = progress.total, progress.current
-        out_of_memory = self._out_of_memory
-        if self._repeats_steps is not None and current.ready % trainer.accumulate_grad_batches == 0:
-            self._repeats_steps.begin_step(loop)
+        repeats = self._repeats_steps
+        if repeats is not None and current.ready % trainer.accumulate_grad_batches == 0:
+            repeats.begin_step(loop)
         batch_idx = current.ready
 
         self._heartbeat.phase = "fetch"
@@ -410,7 +410,7 @@ class _Epoch:
             iterator, batch, batch_idx = batch, fetcher._batch, fetcher._batch_idx
             kwargs = {"any": iterator}
         else:
-            if out_of_memory is not None and out_of_memory.has_failed:
+            if self._out_of_memory is not None and self._out_of_memory.has_failed:
                 batch = trainer._data_connector.sizes.smallest_batch()
             if not self._transfer.is_current():
                 self._transfer = Transfer(trainer)
@@ -426,21 +426,17 @@ class _Epoch:
         failure = None
         try:
             outputs = self._optimize(batch, batch_idx, kwargs)
-        except RetryStep:
-            assert out_of_memory is not None
-            out_of_memory.repeat()
-            self._log_anew()
-            return True
-        except RuntimeError as error:
-            if loop.rank_loss is None or not loop.rank_loss.is_cause_of(error):
+        except (RetryStep, RuntimeError) as error:
+            if repeats is None or not repeats.is_cause_of(error):
                 raise
-            failure = error.with_traceback(None)  # its frames would keep the process group
+            failure = error.with_traceback(None)  # its frames would keep activations, and the process group
         except StopIteration as stop:
             if self._reads_itself and is_end_of_data(stop):
                 return False
             raise
         if failure is not None:
-            if not loop.rank_loss.recover(loop, failure):
+            assert repeats is not None
+            if not repeats.recover(loop, failure):
                 self._log_anew()
                 return True
             outputs = loop.automatic_optimization.end_step_of_others()

@@ -51,7 +51,7 @@ class NonFiniteWatch:
     def __init__(self, policy: str) -> None:
         self.policy = choose("value of nonfinite", policy, NONFINITE_POLICIES)
         self._unread: list[tuple[str, int, Tensor]] = []
-        self._since = 0  # the optimizer step at which the values were last read
+        self._due = 0  # the optimizer step from which on the values are read
         self._names: dict[str, int] = {}  # in the order in which a step has them
         self._reported: set[str] = set()  # names of the scalars that were reported in this epoch
         self._failure: NonFiniteError | None = None
@@ -69,7 +69,8 @@ class NonFiniteWatch:
         """Keeps a scalar of optimizer step `step`, a 0-d tensor; reads all that are kept once a logging interval."""
         if self.policy == "ignore" or value is None:
             return
-        self._read_if_due(trainer, step)
+        if step >= self._due:
+            self._read_now(trainer, step)
         if self.policy == "skip":
             return  # the flags of the steps have it
         if name not in self._names:
@@ -84,15 +85,15 @@ class NonFiniteWatch:
         """
         judged = _Step(step, batch_idx)
         if isinstance(flag, Tensor):
-            self._read_if_due(trainer, step)
+            if step >= self._due:
+                self._read_now(trainer, step)
             self._flags.append((judged, flag))
         else:
             self._act(trainer, judged, flag)
 
-    def _read_if_due(self, trainer: Any, step: int) -> None:
-        if step - self._since >= (trainer.log_every_n_steps or _INTERVAL_STEPS):
-            self._read(trainer)
-            self._since = step
+    def _read_now(self, trainer: Any, step: int) -> None:
+        self._read(trainer)
+        self._due = step + (trainer.log_every_n_steps or _INTERVAL_STEPS)
 
     def _act(self, trainer: Any, judged: "_Step", flag: float) -> None:
         is_scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
@@ -137,7 +138,8 @@ class NonFiniteWatch:
 
     def begin_epoch(self, trainer: Trainer) -> None:
         """Drops the scalars of an epoch that was interrupted, and the names that were reported."""
-        self._unread, self._flags, self._since = [], [], trainer.global_step
+        self._unread, self._flags = [], []
+        self._due = trainer.global_step + (trainer.log_every_n_steps or _INTERVAL_STEPS)  # type: ignore[attr-defined]
         self._reported.clear()
 
     def end_epoch(self, trainer: Trainer) -> None:
