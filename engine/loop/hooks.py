@@ -8,7 +8,7 @@ the callbacks in their order, then the module.
 
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -173,21 +173,15 @@ class Transfer:
             "precision.convert_input",
         )
         self._calls = self._look_up(self._owners)
-        overridden_hooks = {
-            name
-            for name in _HOOKS
-            if overridden(trainer.lightning_module, LightningModule, name)
-            or (data is not None and overridden(data, LightningDataModule, name))
-        }
-        moves_itself = "transfer_batch_to_device" in overridden_hooks or overridden(
-            trainer.strategy, Strategy, "batch_to_device"
-        )
-        self._is_plain = not (
-            overridden_hooks
-            or moves_itself
-            or overridden(trainer.precision_plugin, Precision, "convert_input")
-            or is_profiled(trainer)
-        )
+        candidates: list[tuple[Any, type, str]] = [
+            *((trainer.lightning_module, LightningModule, name) for name in _HOOKS),
+            *((data, LightningDataModule, name) for name in _HOOKS if data is not None),
+            (trainer.strategy, Strategy, "batch_to_device"),
+            (trainer.precision_plugin, Precision, "convert_input"),
+        ]
+        of_users = {name for owner, base, name in candidates if overridden(owner, base, name)}
+        self._is_plain = not of_users and not is_profiled(trainer)
+        moves_itself = not of_users.isdisjoint({"transfer_batch_to_device", "batch_to_device"})
         self._stream = None if moves_itself else _stream(self._device)
 
     def is_current(self) -> bool:
@@ -289,9 +283,35 @@ _OF_HOOKS = attrgetter(*(f"{owner}.{name}" for owner, names in _CALLED.items() f
 _OF_OPTIMIZER = attrgetter("step", "_on_before_step", "_on_after_step")
 
 
-def _is_from(owner: Any, name: str, *modules: str) -> bool:
-    """Whether a method of `owner` is code of one of `modules`, neither overridden nor wrapped."""
-    function = getattr(getattr(owner, name, None), "__func__", None)
+_PASSING_ON: Mapping[str, Collection[str]] = {
+    "module.optimizer_step": (_MODULE,),
+    "module.optimizer_zero_grad": (_MODULE,),
+    "optimizer.step": (_OPTIMIZER,),
+    "strategy.training_step": (_STRATEGY,),
+    "strategy.post_training_step": (_STRATEGY,),
+    "strategy.pre_backward": (_STRATEGY, *_DDP_STRATEGIES),
+    "strategy.backward": (_STRATEGY,),
+    "strategy.post_backward": (_STRATEGY, _DDP_STRATEGIES[0]),
+    "strategy.optimizer_step": (_STRATEGY,),
+    "precision.train_step_context": (_ENGINE_PRECISION,),
+    "precision.forward_context": (_FABRIC_PRECISION,),
+    "precision.pre_backward": (_ENGINE_PRECISION,),
+    "precision.backward": (_PRECISION,),
+    "precision.post_backward": (_ENGINE_PRECISION,),
+    "precision.optimizer_step": (_PRECISION,),
+    "precision._wrap_closure": (_PRECISION,),
+}
+"""The modules whose code of a method does nothing but call the next one of its chain."""
+_FORWARD = {
+    "strategy.training_step", "strategy.post_training_step", "precision.train_step_context",
+    "precision.forward_context",
+}  # fmt: skip
+_BACKWARD = {"strategy.backward", "precision.pre_backward", "precision.backward", "precision.post_backward"}
+
+
+def _passes_on(method: Any, modules: Collection[str]) -> bool:
+    """Whether a method is code of one of `modules`, neither overridden nor wrapped."""
+    function = getattr(method, "__func__", None)
     # Compared by the module of its globals: `functools.wraps` copies the name and module of the wrapped function.
     return function is not None and function.__globals__["__name__"] in modules
 
@@ -310,46 +330,29 @@ class Shortcuts:
         self.hooks = hooks = Hooks(trainer)
         self._of_hooks = _OF_HOOKS(hooks)
         self._of_optimizer = _OF_OPTIMIZER(hooks.strategy._lightning_optimizers[0])
-        module, strategy, precision = hooks.module, hooks.strategy, hooks.precision
-        wrapped = strategy._lightning_optimizers[0]
-        may_skip = not hooks.is_profiled
+        strategy, wrapped = hooks.strategy, hooks.strategy._lightning_optimizers[0]
+        owners = SimpleNamespace(module=hooks.module, optimizer=wrapped, strategy=strategy, precision=hooks.precision)
+        passing = {name for name, homes in _PASSING_ON.items() if _passes_on(attrgetter(name)(owners), homes)}
+        if hooks.is_profiled:
+            passing.clear()
         # Whether the strategy's `training_step` only calls the module's.
-        self._skips_forward = (
-            may_skip
-            and strategy.model is module
-            and _is_from(strategy, "training_step", _STRATEGY)
-            and _is_from(strategy, "post_training_step", _STRATEGY)
-            and _is_from(precision, "train_step_context", _ENGINE_PRECISION)
-            and _is_from(precision, "forward_context", _FABRIC_PRECISION)
-        )
-        self._skips_backward = (
-            may_skip
-            and _is_from(strategy, "backward", _STRATEGY)
-            and _is_from(precision, "pre_backward", _ENGINE_PRECISION)
-            and _is_from(precision, "backward", _PRECISION)
-            and _is_from(precision, "post_backward", _ENGINE_PRECISION)
-        )
-        self._has_pre_backward = not _is_from(strategy, "pre_backward", _STRATEGY, *_DDP_STRATEGIES)
-        self._has_post_backward = not _is_from(strategy, "post_backward", _STRATEGY, _DDP_STRATEGIES[0])
-        self.skips_zero_grad = may_skip and _is_from(module, "optimizer_zero_grad", _MODULE)
+        self._skips_forward = strategy.model is hooks.module and passing >= _FORWARD
+        self._skips_backward = passing >= _BACKWARD
+        self._has_pre_backward = "strategy.pre_backward" not in passing
+        self._has_post_backward = "strategy.post_backward" not in passing
+        self.skips_zero_grad = "module.optimizer_zero_grad" in passing
         """Whether gradients are zeroed by the optimizer alone, as Lightning does."""
         self._step_entry: Literal["module", "strategy", "precision"] = "module"
         # Lightning: LightningOptimizer.step calls these two first and last, for manual optimization.
         has_step_callbacks = {wrapped._on_before_step, wrapped._on_after_step} != {do_nothing_closure}
-        if (
-            may_skip
-            and _is_from(module, "optimizer_step", _MODULE)
-            and _is_from(wrapped, "step", _OPTIMIZER)
-            and not has_step_callbacks
-        ):
-            skips_strategy = _is_from(strategy, "optimizer_step", _STRATEGY) or adapt(strategy).passes_step_on
+        if passing >= {"module.optimizer_step", "optimizer.step"} and not has_step_callbacks:
+            skips_strategy = "strategy.optimizer_step" in passing or adapt(strategy).passes_step_on
             self._step_entry = "precision" if skips_strategy else "strategy"
         # A strategy that accumulates gradients itself steps after each micro-batch, not only at the end of a window.
         self.calls_after_closure = (
             self._step_entry == "precision"
             and not strategy.handles_gradient_accumulation
-            and _is_from(precision, "optimizer_step", _PRECISION)
-            and _is_from(precision, "_wrap_closure", _PRECISION)
+            and passing >= {"precision.optimizer_step", "precision._wrap_closure"}
         )
         """Whether the closure given to `optimizer_step` has to call the precision plugin's `_after_closure` itself."""
 
