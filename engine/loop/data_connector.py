@@ -102,7 +102,7 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
         if mode == RunningStage.PREDICTING:
             is_stream = has_iterable_dataset(dataloader) or dataloader.batch_sampler is None
             return dataloader if is_stream else _with_order(dataloader, _order_of(dataloader), mode)
-        return self._deal(dataloader, mode) if self._is_dealt(dataloader, mode) else dataloader
+        return self._in_one_order(dataloader, mode) if self._is_dealt(dataloader, mode) else dataloader
 
     def _prepare_training(self, dataloader: object) -> object:
         if self.sizes.global_batch_size is not None:
@@ -117,7 +117,7 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
                 part = self._shard(dataloader, *ranks) if self.trainer.data_size > 1 else dataloader
             dataloader = track_draws(reread_if_buffered(as_stateful(part)))
         elif self._is_dealt(dataloader, RunningStage.TRAINING):
-            dataloader = self._deal(dataloader, RunningStage.TRAINING)
+            dataloader = self._deal(dataloader)
         key = 0, self._num_training_loaders
         seeded: DataLoader = self._seed_samples(dataloader, key, lambda: self.data_position.epoch)
         self._num_training_loaders += 1
@@ -154,34 +154,38 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
             num_done=lambda: progress.current.ready,
         )
 
-    def _deal(self, dataloader: DataLoader, mode: RunningStage) -> DataLoader:
-        """Returns a copy of `dataloader` whose order is split over the ranks."""
+    def _deal(self, dataloader: DataLoader) -> DataLoader:
+        """Returns a copy of a training loader whose order is split over the ranks."""
         brings_own_sampler = self._brings_own_sampler(dataloader)
         ranks: Any = {} if brings_own_sampler else self.trainer.distributed_sampler_kwargs or {}
         batches: Any = dataloader.batch_sampler
-        is_training = mode == RunningStage.TRAINING
-        controlling = controlling_sampler(dataloader) if is_training else _order_of(dataloader)
+        controlling = controlling_sampler(dataloader)
         check_length(controlling)
-        size = self.sizes.global_batch_size if is_training else None
+        size = self.sizes.global_batch_size
         sampler = GlobalOrder(
             controlling if size is None or controlling is not batches else FlattenedBatchSampler(batches, size),
-            drop_last=is_training and getattr(batches, "drop_last", False),
+            drop_last=getattr(batches, "drop_last", False),
             broadcast=None if brings_own_sampler else self._broadcast,
-            at_once=is_training
-            and dataloader.num_workers > 0
+            at_once=dataloader.num_workers > 0
             and draws_at_once(dataloader.sampler if batches is None else batches, controlling),
             **ranks,
         )
-        if is_training:
-            # Workers get their first indices before Lightning sets the epoch.
-            sampler.set_epoch(self.data_position.epoch)
-            if has_workers(dataloader):
-                dataloader = clone_loader(dataloader, WithWorkers, workers=self.data_position.new_workers())
-        if size is not None or (is_training and batches is not None and controlling is not batches):
+        # Workers get their first indices before Lightning sets the epoch.
+        sampler.set_epoch(self.data_position.epoch)
+        if has_workers(dataloader):
+            dataloader = clone_loader(dataloader, WithWorkers, workers=self.data_position.new_workers())
+        if size is not None or (batches is not None and controlling is not batches):
             return clone_loader(dataloader, sampler=sampler, batch_sampler=self.sizes.cut(dataloader, sampler))
-        if controlling is batches:
-            # Also as `sampler`, which is unused beside a batch sampler: Lightning sets the epoch there.
-            return clone_loader(dataloader, batch_sampler=sampler, sampler=sampler)
+        # Beside a batch sampler `sampler` is unused, but Lightning sets the epoch there.
+        of_batches: Any = {"batch_sampler": sampler} if controlling is batches else {}
+        return clone_loader(dataloader, sampler=sampler, **of_batches)
+
+    def _in_one_order(self, dataloader: DataLoader, mode: RunningStage) -> DataLoader:
+        """Returns a copy of a loader that ranks evaluate which share their samples: in the order of rank 0."""
+        order, batches = _order_of(dataloader), dataloader.batch_sampler
+        check_length(order)
+        ranks: Any = self.trainer.distributed_sampler_kwargs or {}
+        sampler = GlobalOrder(order, broadcast=self._broadcast, **ranks)
         if batches is None or hasattr(batches, "sampler"):
             return _with_sampler(dataloader, sampler)
         return _with_order(dataloader, sampler, mode)  # or Lightning's error about such a batch sampler
