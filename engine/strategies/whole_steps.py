@@ -18,7 +18,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -163,9 +163,8 @@ class _AsWhole(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._is_paused or not args:
             return operator(*args, **kwargs)
-        if torch.Tag.nondeterministic_seeded in operator.tags and any(
-            isinstance(leaf, DTensor) for leaf in tree_leaves((args, kwargs))
-        ):
+        draws = torch.Tag.nondeterministic_seeded in operator.tags
+        if draws and any(isinstance(leaf, DTensor) for leaf in tree_leaves((args, kwargs))):
             return _on_whole(operator, args, kwargs, draws=True)
         if operator is _CAST and isinstance(args[0], DTensor) and _rounds(args[0], kwargs.get("dtype")):
             args = (_gathered(args[0]), *args[1:])
@@ -173,26 +172,24 @@ class _AsWhole(TorchDispatchMode):
             if isinstance(args[0], Tensor) and not isinstance(args[0], DTensor):
                 args, kwargs = tree_map_only(DTensor, lambda tensor: tensor.full_tensor(), (args, kwargs))
             else:  # an operation on lists of tensors: torch counts plain ones as replicas
-                tree_map_only(DTensor, _sum_over_ranks, args[0])
+                tree_map_only(DTensor, functools.partial(self._make_writable, operator), args[0])
         is_view = any(value.alias_info and not value.alias_info.is_write for value in operator._schema.returns)
-        if operator._schema.name.endswith("_"):
-            tree_map_only(DTensor, functools.partial(self._check_written, operator), args[0])
+        is_whole = False
         try:
             result = operator(*args, **kwargs)
         except (RuntimeError, NotImplementedError) as error:
             if not any(text in str(error) for text in _REFUSALS):
                 raise
-            result = _on_whole(operator, args, kwargs)
-            if is_view:
-                tree_map_only(DTensor, lambda view: setattr(view, GATHERED, True), result)
-            return result
-        if is_view and isinstance(args[0], DTensor) and isinstance(result, DTensor) and _is_gathered(result, args[0]):
-            vars(result)[GATHERED] = True
+            result, is_whole = _on_whole(operator, args, kwargs), True
+        for view in tree_leaves(result) if is_view else ():
+            if isinstance(view, DTensor) and (is_whole or _is_gathered(view, args[0])):
+                vars(view)[GATHERED] = True
         return result
 
-    def _check_written(self, operator: Any, tensor: DTensor) -> None:
+    def _make_writable(self, operator: Any, tensor: DTensor) -> None:
         if GATHERED in vars(tensor):
             raise RuntimeError(self._refusal(operator))
+        _sum_over_ranks(tensor)
 
     def _refusal(self, operator: Any) -> str:
         return (
@@ -241,8 +238,10 @@ class _InHook(_AsWhole):
         _compared[storage] = version
 
 
-def _is_gathered(view: DTensor, base: DTensor) -> bool:
+def _is_gathered(view: DTensor, base: Any) -> bool:
     """Whether torch has gathered `base` to give a view of it: of rows that several ranks have, say."""
+    if not isinstance(base, DTensor):
+        return False
     num_split = [sum(placement.is_shard() for placement in tensor.placements) for tensor in (view, base)]
     return num_split[0] < num_split[1] or GATHERED in vars(base)
 
@@ -363,34 +362,47 @@ def _step_dealt(
     # torch: _single_tensor_muon, in which all but Newton-Schulz is element by element.
     lr = float(lr)
     num_ranks, rank, device = group.size(), group.rank(), grads[0].to_local().device
-    dims = [next(p.dim for p in param.placements if not p.is_replicate()) for param in params]
-    updates: list[Tensor] = []
-    for grad, buffer, dim in zip(grads, momenta, dims, strict=True):
+    by_owner: list[list[_Matrix]] = [[] for _ in range(num_ranks)]
+    owners = _owners([param.shape for param in params], num_ranks)  # phase 1
+    for param, grad, buffer, owner in zip(params, grads, momenta, owners, strict=True):
         own_grad, own_buffer = grad.to_local(), buffer.to_local()
         own_buffer.lerp_(own_grad, 1 - momentum)
         update = own_grad.lerp(own_buffer, momentum) if nesterov else own_buffer
-        updates.append(update.bfloat16().transpose(0, dim))
-    owners = _owners([param.shape for param in params], num_ranks)  # phase 1
-    lengths = [_lengths(param.shape[dim], num_ranks) for param, dim in zip(params, dims, strict=True)]
-    widths = [param.shape[1 - dim] for param, dim in zip(params, dims, strict=True)]
-    own = [index for index, owner in enumerate(owners) if owner == rank]
-    to_owners = [[updates[i] for i, owner in enumerate(owners) if owner == other] for other in range(num_ranks)]
-    from_ranks = [[(lengths[i][other], widths[i]) for i in own] for other in range(num_ranks)]
-    shards = _exchange(to_owners, from_ranks, device, group)  # phase 2
+        dim = next(p.dim for p in param.placements if not p.is_replicate())
+        rows, columns = _lengths(param.shape[dim], num_ranks), param.shape[1 - dim]
+        by_owner[owner].append(_Matrix(param, dim, update.bfloat16().transpose(0, dim), rows, columns))
+    own = by_owner[rank]
+    sent = [[matrix.update for matrix in of_owner] for of_owner in by_owner]
+    shards = _exchange(sent, [[m.shape_on(other) for m in own] for other in range(num_ranks)], device, group)  # phase 2
     results: list[list[Tensor]] = [[] for _ in range(num_ranks)]
-    for position, index in enumerate(own):  # phase 3
-        matrix = torch.cat([shards[other][position] for other in range(num_ranks)]).transpose(0, dims[index])
-        matrix = _muon._zeropower_via_newtonschulz(matrix, ns_coefficients, ns_steps, eps).transpose(0, dims[index])
-        for other, piece in enumerate(matrix.split(lengths[index])):
-            results[other].append(piece)
-    of_owners: list[list[tuple[int, int]]] = [[] for _ in range(num_ranks)]
-    for index, owner in enumerate(owners):
-        of_owners[owner].append((lengths[index][rank], widths[index]))
-    received = [iter(pieces) for pieces in _exchange(results, of_owners, device, group)]  # phase 4
-    for param, dim, owner in zip(params, dims, owners, strict=True):
-        local, change = param.to_local(), next(received[owner]).transpose(0, dim)
-        local.mul_(1 - lr * weight_decay)
-        local.add_(change, alpha=-_muon._adjust_lr(lr, adjust_lr_fn, param.shape))
+    for matrix, *parts in zip(own, *shards, strict=True):  # phase 3
+        whole = torch.cat(parts).transpose(0, matrix.dim)
+        whole = _muon._zeropower_via_newtonschulz(whole, ns_coefficients, ns_steps, eps).transpose(0, matrix.dim)
+        for of_rank, piece in zip(results, whole.split(matrix.rows), strict=True):
+            of_rank.append(piece)
+    shapes = [[matrix.shape_on(rank) for matrix in of_owner] for of_owner in by_owner]
+    for of_owner, changes in zip(by_owner, _exchange(results, shapes, device, group), strict=True):  # phase 4
+        for matrix, change in zip(of_owner, changes, strict=True):
+            local = matrix.param.to_local()
+            local.mul_(1 - lr * weight_decay)
+            alpha = -_muon._adjust_lr(lr, adjust_lr_fn, matrix.param.shape)
+            local.add_(change.transpose(0, matrix.dim), alpha=alpha)
+
+
+class _Matrix(NamedTuple):
+    """A parameter that is split over one group, and this rank's shard of its update."""
+
+    param: Any
+    dim: int
+    """The dim that is split; it comes first in `update`, and in all that is sent."""
+    update: Tensor
+    rows: list[int]
+    """The length of each rank's shard."""
+    columns: int
+
+    def shape_on(self, rank: int) -> tuple[int, int]:
+        """The shape of a rank's shard as it is sent."""
+        return self.rows[rank], self.columns
 
 
 def _owners(shapes: list[torch.Size], num_ranks: int) -> list[int]:

@@ -20,7 +20,6 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
@@ -204,15 +203,7 @@ class FSDP(UnitSteps):
         if fitting:
             check_pruning(trainer.callbacks, repr(self))  # type: ignore[attr-defined]  # the module's own, too
         if not self._is_laid_out(self.model):
-            check_shapes(self.model)
-            if fitting and self.before_split is not None:
-                self.before_split(self.model)
-            if fitting and self.counts_traffic and self.comm_hook is None and isinstance(self.options, HSDPOptions):
-                self._counted = AllReduceHook()  # FSDP2's own all-reduce can't be replaced, only disabled
-            if fitting and self._layer_sync is not None:
-                self.model = self._layer_sync.apply(self.model)
-            self.model = self.precision_plugin.convert_module(self.model)
-            self._shard(self.model)
+            self._lay_out(self.model, fitting=fitting)
         tell_device(self.model, self.root_device)  # Lightning moves logged metrics to the CPU after a run
         self.barrier()
         if fitting:
@@ -220,29 +211,43 @@ class FSDP(UnitSteps):
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if isinstance(self.model, FSDPModule):
-            # A manual step with several optimizer steps continues to use the casts that autocast made before them, as
-            # in one process: their memory must not be filled with later weights.
-            is_rounded = self.layout.num_sharing == 1 and not optimizes_by_hand(self.model)
-            dtype = autocast_dtype(self.precision_plugin) if is_rounded else None
-            gather_rounded(self.model, dtype, self._compiled)
-            attach_to_gathered(self.model)
+            self._set_up_units(self.model, trainer, fitting=fitting)
+        read_whole_numbers(self._order)
+        keep_data(self._order, repr(self))
+        self._call_hooks_on_whole(trainer)
+
+    def _lay_out(self, model: nn.Module, *, fitting: bool) -> None:
+        """Shards the module, after all that has to see it whole."""
+        check_shapes(model)
+        if fitting:
+            if self.before_split is not None:
+                self.before_split(model)
+            if self.counts_traffic and self.comm_hook is None and isinstance(self.options, HSDPOptions):
+                self._counted = AllReduceHook()  # FSDP2's own all-reduce can't be replaced, only disabled
+            if self._layer_sync is not None:
+                model = self._layer_sync.apply(model)
+        self.model = self.precision_plugin.convert_module(model)
+        self._shard(self.model)
+
+    def _set_up_units(self, model: nn.Module, trainer: Trainer, *, fitting: bool) -> None:
+        """Replaces what FSDP2's units do around their collectives: what they gather, send, check and count."""
+        by_hand = optimizes_by_hand(model)
+        # A manual step with several optimizer steps continues to use the casts that autocast made before them, as in
+        # one process: their memory must not be filled with later weights.
+        is_rounded = self.layout.num_sharing == 1 and not by_hand
+        gather_rounded(model, autocast_dtype(self.precision_plugin) if is_rounded else None, self._compiled)
+        attach_to_gathered(model)
         if fitting:
             self._hook_units()
             if self._by_hand is not None:
                 self._by_hand.end()
-            by_hand = optimizes_by_hand(trainer.lightning_module) and isinstance(self.model, FSDPModule)
-            self._by_hand = ByHand(self.model, self.optimizers) if by_hand else None
-        meets_others = self.world_size > 1 and isinstance(self.model, FSDPModule)
-        self._order = watch_units(self.model, repr(self), trainer, self.options.timeout_s) if meets_others else None
-        if isinstance(self.model, FSDPModule):
-            keep_writes(self.model, repr(self), self._order, self.data_group, watches_data=self.compile is None)
-        if fitting:  # around the units' own reductions, as they check and count
-            self._second_backward = _SecondBackward(self.model)
-        read_whole_numbers(self._order)
-        keep_data(self._order, repr(self))
-        self._call_hooks_on_whole(trainer)
-        if fitting and isinstance(self.model, FSDPModule):
-            whole = {name: p for name, p in self.model.named_parameters() if not isinstance(p, DTensor)}
+            self._by_hand = ByHand(model, self.optimizers) if by_hand else None
+        meets_others = self.world_size > 1
+        self._order = watch_units(model, repr(self), trainer, self.options.timeout_s) if meets_others else None
+        keep_writes(model, repr(self), self._order, self.data_group, watches_data=self.compile is None)
+        if fitting:
+            self._second_backward = _SecondBackward(model)  # around the units' own reductions, as they check and count
+            whole = {name: p for name, p in model.named_parameters() if not isinstance(p, DTensor)}
             refuse_fused(self.optimizers, whole, repr(self))
             self._kept_whole = KeptWhole(whole, CountingGroup(self.data_group), self._order)
             self._wires += [self._kept_whole.wire] if self.counts_traffic and whole else []
@@ -285,10 +290,10 @@ class FSDP(UnitSteps):
         """
         by_hand = optimizes_by_hand(model)
         plan = self._planned(model, by_hand=by_hand)
-        units, recomputed = {unit.module for unit in plan}, set(named_blocks(model))
+        units, recomputed = {model, *(unit.module for unit in plan)}, set(named_blocks(model))
         blocks = {unit.module for unit in plan if unit.is_block}
-        kept = {model, *(unit.module for unit in plan if unit.is_kept)} if not by_hand else set()
-        self.compiles_units = self.compile is not None and bool(units)
+        kept = set() if by_hand else {model, *(unit.module for unit in plan if unit.is_kept)}
+        self.compiles_units = self.compile is not None and bool(plan)
         if by_hand:
             units |= set(untied(model, called_parts(model)))
         if self._shards:
@@ -302,19 +307,15 @@ class FSDP(UnitSteps):
 
         replacements = Replacements(model, repr(self))
         # A module with tensors on the meta device, perhaps on some ranks only, draws them part by part.
-        has_meta = torch.tensor(
-            any(tensor.is_meta for tensor in unsharded_tensors([model])), device=self.root_device
-        ).int()
-        dist.all_reduce(has_meta, dist.ReduceOp.MAX)
-        is_whole = not has_meta
-        due = [module for module in _children_first(model) if module in units or module is model]
-        places, equal = {module: place for place, module in enumerate(due)}, set[nn.Module]()
+        has_meta = any(tensor.is_meta for tensor in unsharded_tensors([model]))
+        is_whole = not self.reduce_boolean_decision(has_meta, all=False)
+        due = [module for module in _children_first(model) if module in units]
+        equal = set[nn.Module]()
 
         def shard(submodule: nn.Module) -> None:
-            is_unit = submodule in units or submodule is model
-            if is_unit:
+            if submodule in units:
                 if submodule not in equal:
-                    together = _small_units(due, places[submodule]) if is_whole else [submodule]
+                    together = _small_units(due, due.index(submodule)) if is_whole else [submodule]
                     equalise(together, self.root_device)
                     equal.update(together)
                 for parameter in submodule.parameters():
@@ -326,7 +327,7 @@ class FSDP(UnitSteps):
                 self.recompute(submodule)
             if submodule in blocks and self.compile is not None:
                 self._compiled[submodule] = CompiledBlock(submodule, self.compile)
-            if is_unit:
+            if submodule in units:
                 with replacements.within(submodule):
                     self._fully_shard(submodule, is_kept=submodule in kept)
                 read_stored(submodule, "cpu" if self._shards and self._offloads else self.root_device)
@@ -451,6 +452,7 @@ class FSDP(UnitSteps):
 # share one connection.
 
 
+# The gradients of one unit are sent while those of the next are computed.
 _NUM_BUFFERS = 2
 
 
