@@ -14,7 +14,7 @@ from functools import cache
 from types import UnionType
 from typing import Annotated, Any, TextIO, Union, get_args, get_origin, get_type_hints
 
-from polyphase.engine.foreign import Range, for_terminal, open_new, open_plain, problem
+from polyphase.engine.foreign import Range, for_terminal, open_new, problem, read_plain
 from polyphase.engine.phases import PHASES
 
 from .interval import SCHEMA, Interval, RankInfo
@@ -32,6 +32,7 @@ __all__ = [
 MAX_INTERVALS = 512
 """Largest number of lines of a rank, without the first; each has about 1 KB."""
 
+# Others may have written the file: neither its size nor a number in it makes the reader take more memory.
 _MOST_BYTES = 1 << 26
 _MOST_RANKS = 1 << 20
 _MOST = 1e18
@@ -182,11 +183,7 @@ def _run(parts: Iterable[tuple[RankInfo, list[Interval]]]) -> Run:
 
 
 def _read_rank(path: str) -> tuple[RankInfo, list[Interval]]:
-    with open_plain(path) as file:
-        content = file.read(_MOST_BYTES + 1)
-    if len(content) > _MOST_BYTES:
-        raise ValueError(f"{path!r} has more than {_MOST_BYTES} bytes.")
-    lines = content.decode(errors="replace").splitlines()
+    lines = read_plain(path, _MOST_BYTES).decode(errors="replace").splitlines()
     records = []
     for number, line in enumerate(lines, start=1):
         try:

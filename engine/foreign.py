@@ -35,6 +35,7 @@ __all__ = [
     "open_new",
     "open_plain",
     "problem",
+    "read_plain",
     "written_beside",
 ]
 
@@ -68,6 +69,19 @@ def open_plain(path: str, flags: int = 0) -> IO[bytes]:
         os.close(handle)
         raise NotAPlainFileError(f"{os.path.basename(path)} is no plain file")
     return os.fdopen(handle, "rb")
+
+
+def read_plain(path: str, most_bytes: int) -> bytes:
+    """Reads a whole local file, see `open_plain`.
+
+    Raises:
+        NotAPlainFileError: it is no plain file, or larger than `most_bytes`.
+    """
+    with open_plain(path) as file:
+        content = file.read(most_bytes + 1)
+    if len(content) > most_bytes:
+        raise NotAPlainFileError(f"{os.path.basename(path)} has more than {most_bytes} bytes")
+    return content
 
 
 def open_new(path: str) -> IO[str]:

@@ -30,7 +30,7 @@ from .attachments import carry_over, swap
 from .checkpoint.strided_shards import Blocks
 from .distributed.buckets import local_part
 from .flags import did_you_mean
-from .foreign import open_plain, problem
+from .foreign import open_plain, problem, read_plain
 
 __all__ = [
     "check_shapes",
@@ -44,6 +44,7 @@ __all__ = [
 
 _MARKS = "_stored_tensors"
 """Attribute of a module: where its own tensors are stored, by their keys."""
+# Room for two million tensors at some 100 bytes each; a damaged file does not fill the memory.
 _INDEX_MOST_BYTES = 1 << 28
 _Module = TypeVar("_Module", bound=nn.Module)
 
@@ -259,36 +260,29 @@ def _files(folder: Path) -> dict[Path, set[str] | None]:
     """The files, and the keys of each that the index names; None without an index: all keys."""
     if folder.is_file():
         return {folder: None}
-    indices = sorted(folder.glob("*.safetensors.index.json"))
-    files = sorted(folder.glob("*.safetensors"))
-    name = "model.safetensors"
-    if any(index.name == f"{name}.index.json" for index in indices):
-        indices = [folder / f"{name}.index.json"]
-    elif any(file.name == name for file in files):
-        indices, files = [], [folder / name]
-    candidates = indices or files
+    candidates: list[Path] = []
+    # transformers' names first: beside these files, a folder may have those of other libraries.
+    for pattern in ("model.safetensors.index.json", "model.safetensors", "*.safetensors.index.json", "*.safetensors"):
+        candidates = candidates or sorted(folder.glob(pattern))
     if len(candidates) != 1:
         names_found = ", ".join(file.name for file in candidates) or "no .safetensors file"
         raise ValueError(
             f"{folder} has {names_found}: give a folder with one such file, or one index of several, or the file."
         )
-    if not indices:
-        return {files[0]: None}
-    of_file: dict[Path, set[str] | None] = {}
+    (path,) = candidates
+    if path.suffix == ".safetensors":
+        return {path: None}
     try:
-        with open_plain(str(indices[0])) as file:  # often a link, in a cache
-            content = file.read(_INDEX_MOST_BYTES + 1)
-        if len(content) > _INDEX_MOST_BYTES:
-            raise ValueError(f"it has more than {_INDEX_MOST_BYTES} bytes")
-        index = json.loads(content)
+        index = json.loads(read_plain(str(path), _INDEX_MOST_BYTES))  # often a link, in a cache
     except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{indices[0]} can't be read: {error}") from None
+        raise ValueError(f"{path} can't be read: {error}") from None
     names: Any = index.get("weight_map") if isinstance(index, dict) else None
     if problem(names, dict[str, str], "weight_map"):
-        raise ValueError(f"{indices[0]} has no 'weight_map' of keys and files: it is no index of safetensors files.")
+        raise ValueError(f"{path} has no 'weight_map' of keys and files: it is no index of safetensors files.")
+    of_file: dict[Path, set[str] | None] = {}
     for key, file_name in names.items():
         if os.path.basename(file_name) != file_name:
-            raise ValueError(f"{indices[0]} names {file_name!r}: its files must be in the same folder.")
+            raise ValueError(f"{path} names {file_name!r}: its files must be in the same folder.")
         of_file.setdefault(folder / file_name, set()).add(key)  # type: ignore[union-attr]
     return of_file
 
@@ -323,17 +317,16 @@ def _names_of_transformers(module: nn.Module, keys: Collection[str], state: Coll
     merging = library.core_model_loading.WeightConverter
     unexpected = getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()  # transformers: PreTrainedModel
     names: dict[str, str | None] = {}
+    renames = [entry for entry in mapping if not isinstance(entry, merging)]
     for key in sorted(keys):  # in the order of transformers: the conversion of a name may depend on an earlier one
         name = key
-        for transform in (entry for entry in mapping if not isinstance(entry, merging)):
+        for transform in renames:
             name, _ = transform.rename_source_key(name)
         name = _with_prefix(name, module.base_model_prefix, state)
-        if name not in state:
-            name = key if key in state else name
-        if name not in state:
+        names[key] = name if name in state else key
+        if name not in state and key not in state:
             _check_not_merged(module, key, name, [entry for entry in mapping if isinstance(entry, merging)])
-        is_left_out = name not in state and any(re.search(pattern, name) for pattern in unexpected)
-        names[key] = None if is_left_out else name
+            names[key] = None if any(re.search(pattern, name) for pattern in unexpected) else name
     _check_unique(module, names)
     return names
 
