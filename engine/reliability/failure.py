@@ -238,23 +238,19 @@ def _tell(
     messages = _collected(job, [rank for rank in range(world_size) if rank != me])
     if report is not None and messages:
         report.add(messages)
-    same = [rank for rank, failure in messages.items() if failure["message"] == first["message"] and rank in others]
-    stopped = [rank for rank in others if rank not in same]
-    sentences = [f"{in_words(same)} failed with the same error"] if same and first["kind"] == "exception" else []
-    sentences += [f"{in_words(stopped)} stopped because of it"] if stopped else []
-    consequences = "".join(f"; {sentence}" for sentence in sentences)
-    where = "" if report is None else f"{_advice(report)}. The failure report, with all frames: {report.where}"
-    differences = (
-        "" if report is None else "".join(f". The collectives differ: {difference}" for difference in report.mismatches)
-    )
+    by_end: dict[str, list[int]] = {"failed with the same error": [], "stopped because of it": []}
+    for rank in others:
+        is_same = rank in messages and messages[rank]["message"] == first["message"]
+        by_end["failed with the same error" if is_same else "stopped because of it"].append(rank)
+    consequences = "".join(f"; {in_words(ranks)} {end}" for end, ranks in by_end.items() if ranks)
     if first["kind"] != "exception":
-        print_rank(me, f"ends the run {blame(first)}{consequences}{differences}{where}")
+        print_rank(me, f"ends the run {blame(first)}{consequences}{_about(report)}")
     elif isinstance(exception, KeyboardInterrupt):
         print_rank(me, "was interrupted (Ctrl-C), so the run ends")
     else:
         text = f"\n{shown(exception).rstrip()}" if print_traceback else ""
         ends = "failed and ends the run" if me == culprit else f"ends the run because of rank {culprit}"
-        print_rank(me, f"{ends}{consequences}{differences}{where}{text}")
+        print_rank(me, f"{ends}{consequences}{_about(report)}{text}")
     with contextlib.suppress(RuntimeError):  # the store's host is gone
         job.write(TOLD, {"by": me, "in_full": print_traceback})
         if me == 0:
@@ -325,11 +321,16 @@ def _say_where(rank: int, report: Report | None) -> None:
     """Prints the path of the report, for a rank that is not connected to others, before Python prints the traceback."""
     if report is not None:
         report.write()
-        print_rank(rank, f"failed{_advice(report)}. The failure report, with all frames: {report.where}")
+        print_rank(rank, f"failed{_about(report)}")
 
 
-def _advice(report: Report) -> str:
-    return "" if report.what_to_do is None else f". What to do: {report.what_to_do}"
+def _about(report: Report | None) -> str:
+    """The sentences about a report: in what the ranks differ, what to do, and where it is; none without a report."""
+    if report is None:
+        return ""
+    sentences = [f"The collectives differ: {difference}" for difference in report.mismatches]
+    sentences += [] if report.what_to_do is None else [f"What to do: {report.what_to_do}"]
+    return "".join(f". {sentence}" for sentence in (*sentences, f"The failure report, with all frames: {report.where}"))
 
 
 def _end_group(exception: BaseException) -> None:

@@ -81,11 +81,11 @@ def lost_ranks(peers: RankRegistry, silent: dict[int, float], longest_s: float) 
     Returns:
         The kind of the failure, its message and the ranks; None if there are none.
     """
-    states = _states(peers, list(silent))
-    if ended := [rank for rank in silent if states[rank] == ProcessState.ENDED]:
+    by_state = _by_state(peers, list(silent))
+    if ended := by_state[ProcessState.ENDED]:
         ending = _ended(peers, ended)
         return ending["kind"], ending["message"], ended
-    if lost := [rank for rank in silent if states[rank] == ProcessState.UNKNOWN]:
+    if lost := by_state[ProcessState.UNKNOWN]:
         silent_s = max(silent[rank] for rank in lost)
         hosts = peers.hosts(lost)
         message = f"the connection to {hosts} is lost: nothing has been heard of it for {silent_s:.0f} s; {_UNKNOWN}"
@@ -130,27 +130,28 @@ def connection_lost(peers: RankRegistry, error: BaseException, reporter: int) ->
         time.sleep(_ENDING_S)
         without_store = store_lost(peers, error_of_store)
         without_store = without_store or f"the connection to {peers.hosts(ranks)} is lost; {_UNKNOWN}"
-    states = _states(peers, ranks)
-    if ended := [rank for rank in ranks if states[rank] == ProcessState.ENDED]:
+    by_state = _by_state(peers, ranks)
+    if ended := by_state[ProcessState.ENDED]:
         return {**failure, **_ended(peers, ended)}
     if without_store is not None:
         return {**failure, "message": without_store}
-    if lost := [rank for rank in ranks if states[rank] == ProcessState.UNKNOWN]:
+    if lost := by_state[ProcessState.UNKNOWN]:
         return {**failure, "rank": lost[0], "message": f"the connection to {peers.hosts(lost)} is lost; {_UNKNOWN}"}
     return None  # these ranks still run, and report their own failures
 
 
-def _states(peers: RankRegistry, ranks: list[int]) -> dict[int, ProcessState]:
+def _by_state(peers: RankRegistry, ranks: list[int]) -> dict[ProcessState, list[int]]:
     """Probes the processes of `ranks`; a host that does not answer is probed once."""
-    states: dict[int, ProcessState] = {}
+    by_state: dict[ProcessState, list[int]] = {state: [] for state in ProcessState}
     silent_hosts: set[str] = set()
     for rank in ranks:
         host = peers.processes[rank]["host"]
         skips = host in silent_hosts or len(silent_hosts) >= _MAX_SILENT_HOSTS
-        states[rank] = ProcessState.UNKNOWN if skips else peers.probe(rank)
-        if states[rank] == ProcessState.UNKNOWN:
+        state = ProcessState.UNKNOWN if skips else peers.probe(rank)
+        by_state[state].append(rank)
+        if state == ProcessState.UNKNOWN:
             silent_hosts.add(host)
-    return states
+    return by_state
 
 
 def _ended(peers: RankRegistry, ranks: list[int]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from typing import Any
 
 from ..contract import adapt
 from ..distributed.environment import launcher_name, shows_all_frames
-from ..distributed.job_store import FIRST_FAILURE, PATIENCE_S, StoreLostError, end_threads
+from ..distributed.job_store import FIRST_FAILURE, PATIENCE_S, JobStore, StoreLostError, end_threads
 from ..foreign import for_terminal
 from .failure import DONE, TOLD, Wakeup, delay_the_kill, print_rank, watch_parent
 from .flight_recorder import late_ranks
@@ -39,6 +39,7 @@ from .tracebacks import shorten
 
 __all__ = ["Verdict", "Watchdog", "behind"]
 
+# What the watchdog finds is at most this old; with thousands of ranks each beat is a call of the one store.
 _PERIOD_S = 1.0
 _MEETING_PERIOD_S = 0.1
 """The period of beats until all ranks are connected, unless so many ranks would exceed the limit below."""
@@ -266,21 +267,11 @@ class Watchdog:
             job = current_job()
             if job is None:
                 return
-            self.peers = RankRegistry(self._run, job)
-            self.peers.job.line.patience_s = self._silence_s
-            self.peers.job.line.gives_up = self._gives_up
+            self.peers = self._registry(job)
         if self.first_failure is not None:
             # Only in the check after the one that read the failure: until then this rank may publish its own exception.
-            if not self.is_done_with_store:
-                with suppress(RuntimeError):  # the store's process has ended
-                    told = self.peers.job.read(TOLD, {"in_full": bool})
-                    self._is_told = told is not None and told["in_full"]
-                    if told is None and self._clock - (self._failed_at or 0.0) < _TELLING_S:
-                        return
-                    self.is_done_with_store = True
-                    self.peers.job.count(DONE, 1)
-                self.is_done_with_store = True
-            self._await_own_exception(self.first_failure)
+            if self.is_done_with_store or self._leave_store(self.peers.job):
+                self._await_own_exception(self.first_failure)
             return
         self.peers.beat(report)
         if self.peers.job.has(FIRST_FAILURE) and self._follow(self.peers):
@@ -291,6 +282,24 @@ class Watchdog:
             self._end("death", f"{DIED} (exit code {code}), before the ranks were connected", early)
         elif still_s > _PERIOD_S or self._may_lose_some:
             self._check_processes(self.peers, report)
+
+    def _leave_store(self, job: JobStore) -> bool:
+        """Tells the rank that failed first that its store is needed no more, if it has printed all; returns whether."""
+        with suppress(RuntimeError):  # the store's process has ended
+            told = job.read(TOLD, {"in_full": bool})
+            self._is_told = told is not None and told["in_full"]
+            if told is None and self._clock - (self._failed_at or 0.0) < _TELLING_S:
+                return False
+            self.is_done_with_store = True
+            job.count(DONE, 1)
+        self.is_done_with_store = True
+        return True
+
+    def _registry(self, job: JobStore) -> RankRegistry:
+        """The ranks of a job, whose store is given up when it is silent for too long."""
+        peers = RankRegistry(self._run, job)
+        peers.job.line.patience_s, peers.job.line.gives_up = self._silence_s, self._gives_up
+        return peers
 
     def _check_processes(self, peers: RankRegistry, report: dict[str, Any]) -> None:
         """Continues without ranks that have ended, or ends the run."""
@@ -307,9 +316,7 @@ class Watchdog:
         self._run += "+"
         job = current_job()
         assert job is not None
-        peers = RankRegistry(self._run, job)
-        peers.job.line.patience_s, peers.job.line.gives_up = self._silence_s, self._gives_up
-        self.peers, self.world_size = peers, num_ranks
+        self.peers, self.world_size = self._registry(job), num_ranks
 
     def _check_other_hosts(self, peers: RankRegistry) -> bool:
         """Continues without lost ranks of other machines, or ends the run; returns whether a rank has no heartbeat."""
