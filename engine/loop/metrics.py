@@ -9,7 +9,7 @@ import dataclasses
 import inspect
 import logging
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +23,11 @@ from ..distributed.object_group import ObjectGroup
 from ..strategies import adapt
 from .padding_batch import EvalPadding
 
-__all__ = ["LoggerConnector", "agreed_value", "as_numbers", "caller_of_kind", "is_asynchronous", "reduce_results"]
+__all__ = [
+    "LoggerConnector",
+    "agreed_value",
+    "caller_of_kind",
+]
 
 _MIN_READS = 3
 """Number of successive steps that read the progress bar's metrics, after which a warning is logged."""
@@ -35,7 +39,7 @@ _READ_WARNING = (
 log = logging.getLogger("polyphase.engine")
 
 
-def is_asynchronous(value: Any) -> bool:
+def _is_asynchronous(value: Any) -> bool:
     """Whether reading `value` waits for a device that computes asynchronously."""
     return isinstance(value, Tensor) and value.device.type != "cpu"
 
@@ -124,7 +128,7 @@ class LoggerConnector(_LoggerConnector):  # Lightning: Trainer._logger_connector
         results, padding = trainer._results, None if trainer.training else self.padding
         if results is None or self._is_single_rank or trainer.barebones:
             return
-        reduce_results(
+        _reduce_results(
             results,
             trainer.lightning_module,
             trainer.data_ranks,
@@ -188,9 +192,9 @@ class LoggerConnector(_LoggerConnector):  # Lightning: Trainer._logger_connector
         """The progress bar's metrics as numbers, read from the device together."""
         self._note_read("pbar")
         metrics = super().progress_bar_metrics
-        if self.results is not None and any(is_asynchronous(value) for value in metrics.values()):
+        if self.results is not None and any(_is_asynchronous(value) for value in metrics.values()):
             self._count_read()
-        return as_numbers(metrics)
+        return _as_numbers(metrics)
 
     def _note_read(self, metrics: str) -> None:
         if self.results is not None:
@@ -214,7 +218,7 @@ class LoggerConnector(_LoggerConnector):  # Lightning: Trainer._logger_connector
         if not self.trainer.loggers or not metrics:
             return
         self._logged_metrics.update(metrics)
-        numbers = convert_tensors_to_scalars(as_numbers(metrics))  # which raises Lightning's error about other tensors
+        numbers = convert_tensors_to_scalars(_as_numbers(metrics))  # which raises Lightning's error about other tensors
         if step is None:
             step = numbers.pop("step", None)
             if step is None:
@@ -248,32 +252,27 @@ def agreed_value(trainer: Any, name: str, value: Any) -> Any:
     """
     if trainer.world_size == 1 or not adapt(trainer.strategy).capabilities.keeps_step:
         return value
-    own = None if value is None else (float(value), _weight_of(trainer, name))
-    values = [pair for pair in trainer.all_ranks.all_gather_object(own) if pair is not None]
-    first = values[0][0] if values else None
-    if not values or (own is not None and all(v == first or v != v != first for v, _ in values)):
-        return value
     item = _logged_item(trainer, name)
-    reduce = None if item is None or item.meta.is_mean_reduction else item.meta.sync.op
-    numbers = [number for number, _ in values]
-    if reduce in ("max", "min", "sum"):
-        agreed = {"max": max(numbers), "min": min(numbers), "sum": sum(numbers)}[reduce]
+    # The number of samples that the rank has logged a mean of; 0 if it is not known.
+    own = None if value is None else (float(value), float(getattr(item, "cumulated_batch_size", 0.0)))
+    pairs = [pair for pair in trainer.all_ranks.all_gather_object(own) if pair is not None]
+    is_equal = len({repr(number) for number, _ in pairs}) == 1  # as text, by which NaN equals NaN
+    if not pairs or (own is not None and is_equal):
+        return value
+    numbers, weights = torch.tensor(pairs, dtype=torch.float64).unbind(1)
+    reduce = None if item is None else _REDUCTIONS.get(item.meta.reduce_fx.__name__)
+    if reduce is not None:
+        agreed = reduce(numbers)
     else:
-        weights = [weight for _, weight in values] if all(weight for _, weight in values) else [1.0] * len(values)
-        agreed = sum(number * weight for (number, _), weight in zip(values, weights, strict=True)) / sum(weights)
-    return torch.tensor(agreed, dtype=getattr(value, "dtype", None), device=getattr(value, "device", None))
+        weights = weights if weights.all() else torch.ones_like(weights)
+        agreed = (numbers * weights).sum() / weights.sum()
+    return agreed.float() if value is None else agreed.to(value)
 
 
 def _logged_item(trainer: Any, name: str) -> _ResultMetric | None:
     loop = trainer.fit_loop.epoch_loop
     items = [item for results in (loop._results, loop.val_loop._results) for item in results.values()]
     return next((item for item in items if item.meta.name == name and item.meta.on_epoch), None)
-
-
-def _weight_of(trainer: Any, name: str) -> float:
-    """Returns the number of samples that a rank has logged a mean of; 0 if unknown."""
-    item = _logged_item(trainer, name)
-    return float(getattr(item, "cumulated_batch_size", 0.0))
 
 
 # The reduction of values logged with `sync_dist=True`, over the ranks at the end of an epoch, in one collective.
@@ -303,6 +302,10 @@ class _Message:
     """The metadata of the logged value, for ranks that have logged nothing."""
 
 
+_REDUCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {"sum": Tensor.sum, "max": Tensor.amax, "min": Tensor.amin}
+"""All that `self.log` knows beside the mean, which needs weights."""
+
+
 def _is_synced(item: _ResultMetric) -> bool:
     """Whether a value is reduced here; Lightning reduces values with a user's group, or logged on rank 0 only."""
     sync = item.meta.sync
@@ -318,7 +321,7 @@ def _has_unreduced(results: _ResultCollection) -> bool:
     return any(map(_is_synced, _unreduced(results).values()))
 
 
-def reduce_results(
+def _reduce_results(
     results: _ResultCollection,
     module: LightningModule,
     ranks: ObjectGroup,
@@ -350,15 +353,14 @@ def reduce_results(
         by_rank = ranks.all_gather_object((missing, _messages_of(local_items, with_meta=True)))
     _compare(by_rank)
     for key, message in _first_of_each(by_rank).items():
-        item, fills = local_items.get(key), False
-        if item is None and (is_idle or key in missing.names):
-            item, fills = _item_of(message, results.get(key), module), True
-            results[key] = item
-        if item is None or message.value is None:
-            continue  # logged by other ranks only, or reduced by torchmetrics
-        if message.is_synced or fills:
-            logged = [messages[key] for _, messages in by_rank if key in messages] if message.is_synced else [message]
-            item._computed = _reduced(message.op, logged).to(item.value)  # type: ignore[assignment]
+        item = local_items.get(key)
+        logged = [messages[key] for _, messages in by_rank if key in messages] if message.is_synced else []
+        if item is None and missing.has(key):
+            item = results[key] = _item_of(message, results.get(key), module)
+            logged = logged or [message]
+        if item is None or message.value is None or not logged:
+            continue  # logged by other ranks only, or reduced by torchmetrics, or a rank's own
+        item._computed = _reduced(message.op, logged).to(item.value)  # type: ignore[assignment]
 
 
 class _Missing(NamedTuple):
@@ -386,7 +388,7 @@ def _messages_of(items: dict[str, _ResultMetric], *, with_meta: bool) -> dict[st
     tensors = {
         (key, name): getattr(item, name) for key, item in items.items() if item.is_tensor for name in _states(item)
     }
-    numbers = as_numbers(tensors)
+    numbers = _as_numbers(tensors)
     return {
         key: _Message(
             op=item.meta.sync.op,  # type: ignore[arg-type]
@@ -451,10 +453,10 @@ def _reduced(op: str, messages: list[_Message]) -> Tensor:
     values = torch.tensor([message.value for message in messages], dtype=torch.float64)
     if op == "mean":
         return values.sum() / torch.tensor([message.weight for message in messages], dtype=torch.float64).sum()
-    return values.sum() if op == "sum" else values.amax() if op == "max" else values.amin()
+    return _REDUCTIONS[op](values)
 
 
-def as_numbers(tensors: dict[Any, Any]) -> dict[Any, Any]:
+def _as_numbers(tensors: dict[Any, Any]) -> dict[Any, Any]:
     """Returns `tensors` with numbers in place of scalars; all scalars of a device and dtype are read together."""
     numbers = dict(tensors)
     kinds: dict[Any, list[Any]] = defaultdict(list)

@@ -8,7 +8,7 @@ from lightning.pytorch import Callback
 from torch.utils.data import DataLoader
 
 from polyphase.engine.loop import metrics
-from polyphase.engine.loop.metrics import as_numbers
+from polyphase.engine.loop.metrics import _as_numbers
 
 from ..tiny import Positions, Seen, engine
 
@@ -52,7 +52,7 @@ def test_numbers_of_the_step_that_reads_them():
     ("batches", "is_told"), [(range(20), True), ((3, 4), False), (range(0, 20, 2), False)], ids=["all", "two", "half"]
 )
 def test_a_reader_at_every_step_is_named_once(monkeypatch, said, batches, is_told):
-    monkeypatch.setattr(metrics, "is_asynchronous", lambda value: True)  # there may be no such device here
+    monkeypatch.setattr(metrics, "_is_asynchronous", lambda value: True)  # there may be no such device here
     engine(callbacks=Reads(set(batches)), log_every_n_steps=10, max_epochs=2).fit(Logs(), DataLoader(Positions(20)))
     expected = "Reads reads `progress_bar_metrics` at every step"
     assert [message.startswith(expected) for message in said()] == [True] * is_told
@@ -65,5 +65,5 @@ def test_nobody_is_told_where_reading_costs_nothing(said):
 
 def test_values_of_one_kind_are_read_together():
     values = {"a": torch.tensor(1.5), "b": torch.tensor([2.0]), "n": torch.tensor(3), "text": "kept", "x": 4.0}
-    assert as_numbers(values) == {"a": 1.5, "b": 2.0, "n": 3, "text": "kept", "x": 4.0}
-    assert type(as_numbers(values)["n"]) is int
+    assert _as_numbers(values) == {"a": 1.5, "b": 2.0, "n": 3, "text": "kept", "x": 4.0}
+    assert type(_as_numbers(values)["n"]) is int

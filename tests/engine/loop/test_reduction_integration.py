@@ -9,7 +9,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Result
 from torch.utils.data import DataLoader
 
 from polyphase.engine.distributed.object_group import WORLD
-from polyphase.engine.loop.metrics import reduce_results
+from polyphase.engine.loop.metrics import _reduce_results
 from tests.distributed import run_ranks
 from tests.pairs import nightly
 
@@ -76,7 +76,7 @@ def of_rank(rank, **values):
 def names_that_differ(rank):
     def refused(message, **values):
         with pytest.raises(ValueError, match=message):
-            reduce_results(of_rank(rank, **values), Seen(), WORLD)
+            _reduce_results(of_rank(rank, **values), Seen(), WORLD)
 
     refused(
         r"self\.log\('v0', .*`validation_step` on rank\(s\) \[0\], but not on rank\(s\) \[1, 2\]: log the same",
@@ -142,9 +142,30 @@ def one_gather_for_all_values(rank):
 
 @pytest.mark.timeout(100)
 @pytest.mark.filterwarnings("ignore:It is recommended to use .*sync_dist=True")  # the subject of one of them
+class NotANumber(Seen):
+    """Logs a metric of its own samples, by which a scheduler lowers the rate, that rank 1 can't compute."""
+
+    def training_step(self, batch, batch_idx):
+        self.log("own", float("nan") if self.global_rank else 1.0)
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step", "monitor": "own"}]
+
+
+def a_metric_that_one_rank_can_not_compute(rank):
+    as_rank(rank)
+    trainer = engine(strategy="ddp", devices=2, max_steps=1)
+    trainer.fit(NotANumber(), DataLoader(Positions(8), batch_size=2))
+    assert len(set(WORLD.all_gather_object(trainer.optimizers[0].param_groups[0]["lr"]))) == 1
+
+
 @pytest.mark.parametrize(
     ("check", "num_ranks"),
     [
+        (a_metric_that_one_rank_can_not_compute, 2),
         (numbers_of_batches_that_differ, 2),
         (means_of_a_training_epoch, 2),
         (names_that_differ, 3),
