@@ -22,6 +22,7 @@ from .counting_group import Bucket, CountingGroup, Message, SimulatedGroup, cloc
 
 __all__ = ["NUM_STEPS", "Forecast", "Link", "ReportWriter", "Step", "WireReport", "advice", "forecast", "measure_links"]
 
+# A small message takes the latency alone; at the largest, doubling ends even where no transfer takes long enough.
 _SMALL_BYTES, _LARGEST_BYTES = 2**10, 2**26
 _LONG_ENOUGH_S = 0.2
 """Transfers of this length are limited by the bandwidth, even if traffic shaping lets short bursts pass."""

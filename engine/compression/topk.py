@@ -30,6 +30,7 @@ _RUN = 2**20
 """Smallest number of values whose largest are sent in one message."""
 _LEAST = 64
 """Smallest number of values to send of each parameter that is not cut into chunks, if it has that many."""
+# Few beside the pass over all values, of which there are at least four times as many.
 _SAMPLE = 2**13
 
 

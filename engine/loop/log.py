@@ -28,6 +28,7 @@ _STEP_SYNC_WARNING = (
     " it with on_step=False, on_epoch=True to have it reduced once an epoch."
 )
 
+# `torch.full` takes no larger whole number.
 _MAX_INT = 2**63 - 1
 
 log = logging.getLogger("polyphase.engine")

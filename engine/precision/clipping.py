@@ -30,7 +30,8 @@ def norm_of(parameters: Iterable[Tensor]) -> Tensor:
     for p in parameters:
         if p.grad is not None:
             _sum_over_ranks(p)
-            by_cut[_cut(p.grad)].append(local_part(p.grad))
+            cut, local = _cut(p.grad)
+            by_cut[cut].append(local)
     if not by_cut:
         return torch.zeros(())
     norms = [_over_ranks(get_total_norm(local), *cut) for cut, local in by_cut.items()]
@@ -74,12 +75,12 @@ def _sum_over_ranks(parameter: Tensor) -> None:
         parameter.grad = gradient.redistribute(placements=parameter.placements)
 
 
-def _cut(gradient: Tensor) -> tuple[Any, tuple[int, ...]]:
-    """The mesh of a gradient, and the axes over which it is sharded."""
+def _cut(gradient: Tensor) -> tuple[tuple[Any, tuple[int, ...]], Tensor]:
+    """The mesh of a gradient and the axes over which it is sharded; and what this rank has of it."""
     if not isinstance(gradient, DTensor):
-        return None, ()
+        return (None, ()), gradient
     axes = tuple(axis for axis, placement in enumerate(gradient.placements) if not placement.is_replicate())
-    return gradient.device_mesh if axes else None, axes
+    return (gradient.device_mesh if axes else None, axes), gradient.to_local()
 
 
 def _over_ranks(norm: Tensor, mesh: Any, axes: tuple[int, ...]) -> Tensor:
