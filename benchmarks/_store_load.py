@@ -12,8 +12,8 @@ from typing import Any
 from unittest import mock
 
 from polyphase.engine.distributed.job_store import JobStore, SignedStore
-from polyphase.engine.reliability.rendezvous import ALL_CONNECTED, RankRegistry, process_key, this_process
-from polyphase.engine.reliability.signals import StopConsensus
+from polyphase.engine.reliability.rendezvous import ALL_CONNECTED, RankRegistry, _process_key, this_process
+from polyphase.engine.reliability.signals import _StopConsensus
 from polyphase.engine.reliability.stack_answers import StackAnswers
 from polyphase.engine.reliability.watchdog import Watchdog
 
@@ -84,7 +84,7 @@ class Driven:
         peers.me = process_of(rank)
         signed = SignedStore.__new__(SignedStore)
         vars(signed).update(_line=store, _rank=rank, _has_warned=False)
-        self.consensus = StopConsensus(signed, rank, num_ranks)
+        self.consensus = _StopConsensus(signed, rank, num_ranks)
         self.due = 0.0
 
     def second(self, number: int, *, waits: bool) -> None:
@@ -119,7 +119,7 @@ def loads(num_ranks: int, num_driven: int = 16, seconds: int = 20) -> dict[str, 
 
     def stand(ranks: range, number: int = 1) -> None:
         for rank in ranks:
-            job_of(store, rank, num_ranks).write(process_key(rank), process_of(rank))
+            job_of(store, rank, num_ranks).write(_process_key(rank), process_of(rank))
             beat = {**REPORT, **process_of(rank), "pending": None, "number": number}
             job_of(store, rank, num_ranks).write(f"polyphase/watch/0/beat/{rank}", beat)
 

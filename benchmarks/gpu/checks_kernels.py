@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from polyphase.engine.compression import AllReduceHook, Bucket, CommHook, CountingGroup, ParamSlice, make_comm_hook
-from polyphase.engine.compression.int8 import Fused, Noise, passes_of
+from polyphase.engine.compression.int8 import _Fused, _Noise, passes_of
 from polyphase.engine.compression.powersgd import _householder
 from polyphase.engine.compression.topk import largest
 
@@ -121,11 +121,11 @@ def _average(flag: str, shape: tuple[int, int], least: float) -> str:
 
 @contextlib.contextmanager
 def _compiling(compiles: bool) -> Iterator[None]:
-    was_wanted, Fused.is_wanted = Fused.is_wanted, compiles
+    was_wanted, _Fused.is_wanted = _Fused.is_wanted, compiles
     try:
         yield
     finally:
-        Fused.is_wanted = was_wanted
+        _Fused.is_wanted = was_wanted
 
 
 def _begun(flag: str, shape: tuple[int, int]) -> CommHook:
@@ -138,14 +138,14 @@ def _begun(flag: str, shape: tuple[int, int]) -> CommHook:
 
 def _compiles(hook: CommHook) -> bool:
     """Whether the method has kernels that are compiled on this device."""
-    return type(hook).prepare is not CommHook.prepare and Fused.is_possible(torch.empty(0, device=device.root()))
+    return type(hook).prepare is not CommHook.prepare and _Fused.is_possible(torch.empty(0, device=device.root()))
 
 
 def _passes_of_four_ranks() -> str:
     """What one process can't average: messages of several ranks; bitwise equal with and without a compiler."""
     num_ranks, passes, num_blocks = 4, passes_of(256), 250 if device.smoke() else 2**16
     values = torch.randn(num_ranks, 256 * num_blocks, device=device.root())
-    noise = Noise(torch.arange(num_blocks, dtype=torch.int32, device=device.root()), 12345)
+    noise = _Noise(torch.arange(num_blocks, dtype=torch.int32, device=device.root()), 12345)
     results = []
     for compiles in (True, False):
         with _compiling(compiles):

@@ -27,7 +27,7 @@ from ..devices import module_of
 from ..reliability.hard_exit import hard_exit
 from .counting_group import Bucket, CountingGroup, ParamSlice, accumulation_dtype, timestamp
 
-__all__ = ["CommHook", "CommWorker", "NonFiniteGradientError", "ParameterState"]
+__all__ = ["CommHook", "NonFiniteGradientError", "ParameterState"]
 
 
 # --- values that a method keeps for each parameter between steps, such as residuals
@@ -174,7 +174,7 @@ class CommHook(ABC):
         self._is_on_gpu = False
         self._names: dict[Tensor, str] = {}
         self._buckets: dict[int, tuple[list[Tensor], tuple[ParamSlice, ...]]] = {}
-        self._background: CommWorker | None = None
+        self._background: _CommWorker | None = None
         self._greatest_norms: dict[int, _Norms] = {}
         self._greatest_sums: dict[int, Tensor] = {}
         self.may_repeat = False
@@ -262,7 +262,7 @@ class CommHook(ABC):
         """Registers the hook on `model` on any device; `timeout` is for the hook's collectives."""
         if self._background is None:
             device = next(model.parameters()).device
-            self._background = CommWorker(device)
+            self._background = _CommWorker(device)
             # The worker thread needs its own group: its collectives have no fixed order to those of other threads.
             wire = CountingGroup(dist.new_group(timeout=timeout) if device.type == "cpu" else None)
         else:
@@ -449,7 +449,7 @@ _NUM_STREAMS = 2
 """Number of streams, so that one bucket is compressed while the collectives of another are in flight."""
 
 
-class CommWorker:
+class _CommWorker:
     """Uses a thread on the CPU, where collectives block, and streams on a GPU, where they do not.
 
     Functions with even and odd places use separate streams. One thread launches them, so that their collectives have
@@ -517,7 +517,7 @@ class CommWorker:
             hard_exit()
 
 
-_with_thread: list[CommWorker] = []
+_with_thread: list[_CommWorker] = []
 
 
 @atexit.register

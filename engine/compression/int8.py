@@ -26,7 +26,7 @@ from ..flags import check_count
 from .counting_group import Bucket, CountingGroup, ParamSlice, accumulation_dtype
 from .feedback import ErrorFeedbackHook
 
-__all__ = ["Fused", "Int8", "Noise", "passes_of"]
+__all__ = ["Int8", "passes_of"]
 
 
 # --- functions that `torch.compile` fuses to one kernel on a GPU, and that run operator by operator elsewhere
@@ -46,7 +46,7 @@ _OLDEST_CAPABILITY = (7, 0)
 """The oldest GPUs that Triton has code for."""
 
 
-class Fused(Generic[_Result]):
+class _Fused(Generic[_Result]):
     """A function of tensors, numbers and dtypes that is one kernel on a GPU.
 
     Args:
@@ -66,7 +66,7 @@ class Fused(Generic[_Result]):
 
     def __call__(self, *args: Any) -> _Result:
         """Calls the function with these arguments."""
-        if self._compiled is None or not Fused.is_wanted:
+        if self._compiled is None or not _Fused.is_wanted:
             return self.function(*args)
         with torch.no_grad():  # else it is compiled once more where a hook is called with gradients enabled
             # No views, for which the compiler has other code, by the size of what they are views of.
@@ -75,14 +75,14 @@ class Fused(Generic[_Result]):
     @property
     def is_compiled(self) -> bool:
         """Whether a call is one kernel."""
-        return self._compiled is not None and Fused.is_wanted
+        return self._compiled is not None and _Fused.is_wanted
 
     @staticmethod
     def is_possible(tensor: Tensor) -> bool:
         """Whether functions of `tensor` are compiled, as far as is known."""
         return (
-            Fused.is_wanted
-            and Fused._why_not is None
+            _Fused.is_wanted
+            and _Fused._why_not is None
             and tensor.device.type == "cuda"
             and torch.cuda.get_device_capability(tensor.device) >= _OLDEST_CAPABILITY
             and importlib.util.find_spec("triton") is not None
@@ -90,7 +90,7 @@ class Fused(Generic[_Result]):
 
     def compile(self, *args: Any) -> None:
         """Compiles the function and calls it with these arguments; warns once if it can't be compiled."""
-        if Fused._why_not is not None:
+        if _Fused._why_not is not None:
             return
         if self._compiled is None:
             self._compiled = torch.compile(self.function, dynamic=True, fullgraph=True, options=_OPTIONS)
@@ -100,10 +100,10 @@ class Fused(Generic[_Result]):
             raise
         except Exception as error:  # whatever a compiler may raise
             self._compiled = None
-            Fused._why_not = f"{type(error).__name__}: {error}".splitlines()[0]
+            _Fused._why_not = f"{type(error).__name__}: {error}".splitlines()[0]
             rank_zero_warn(
                 "compression: its kernels can't be compiled, so each takes several times as long"
-                f" ({Fused._why_not}). Install the Triton that belongs to this torch, and a C compiler."
+                f" ({_Fused._why_not}). Install the Triton that belongs to this torch, and a C compiler."
             )
 
 
@@ -117,6 +117,7 @@ _CHUNK = 2**22
 than the embedding."""
 _NUM_LEVELS = 2**14
 """Number of different random numbers: their mean is exactly 1/2 for each value of a block; all fit in the cache."""
+# Not -128, of which int8 has no positive counterpart.
 _LARGEST = 127
 _MOST_RANKS = 64
 """The kernel of the average has code for each rank."""
@@ -124,7 +125,7 @@ _EXAMPLE_BLOCKS = 2**14
 """Number of blocks of the example to compile for, 16 MB: the compiler chooses the number of threads by it."""
 
 
-class Noise(NamedTuple):
+class _Noise(NamedTuple):
     """Random numbers to add before rounding down. They depend on the step, the rank, and the place in the parameter."""
 
     indices: Tensor
@@ -179,7 +180,7 @@ class _Run(NamedTuple):
     position: slice
     """Its place in the bucket."""
     pieces: list[tuple[_Piece, Tensor]]
-    """With the `Noise.indices` of each."""
+    """With the `_Noise.indices` of each."""
 
 
 class Int8(ErrorFeedbackHook):
@@ -219,7 +220,7 @@ class Int8(ErrorFeedbackHook):
             payload, parts = self._payload(wire.size, pieces, total.device)
             for (piece, blocks), packed in zip(pieces, parts, strict=True):
                 rows = piece.rows(total[position])
-                passes.quantize(rows, Noise(blocks, seed), packed, keeps_rest)
+                passes.quantize(rows, _Noise(blocks, seed), packed, keeps_rest)
                 if keeps_rest:
                     piece.put(rows, total[position])
             received.append(wire.start_all_to_all(payload))
@@ -229,7 +230,7 @@ class Int8(ErrorFeedbackHook):
             payload, parts = self._payload(1, pieces, total.device)
             by_piece = received.pop(0)().split([packed.size(1) for packed in parts], dim=1)
             for (piece, blocks), of_ranks, packed in zip(pieces, by_piece, parts, strict=True):
-                rest = passes.requantize(of_ranks, Noise(blocks, owners_seed), packed, dtype, keeps_rest)
+                rest = passes.requantize(of_ranks, _Noise(blocks, owners_seed), packed, dtype, keeps_rest)
                 if rest is not None:  # the rounding error of the sum stays on this rank
                     rows = piece.rows(total[position])
                     rows[wire.rank].add_(rest[0], alpha=wire.size)
@@ -285,7 +286,7 @@ class Int8(ErrorFeedbackHook):
         padded = functional.pad(whole.view(wire.size, n), (0, -n % self.block))
         blocks = torch.arange(padded.size(1) // self.block, dtype=torch.int32, device=whole.device)
         payload = padded.new_empty(wire.size, blocks.numel() * (self.block + 4), dtype=torch.uint8)
-        passes.quantize(padded, Noise(blocks, self._seed(wire.rank)), payload, False)
+        passes.quantize(padded, _Noise(blocks, self._seed(wire.rank)), payload, False)
         shard.copy_(passes.average(wire.all_to_all(payload), accumulation_dtype(shard.dtype))[:n])
 
     def _seed(self, stream: int) -> int:
@@ -294,7 +295,7 @@ class Int8(ErrorFeedbackHook):
 
 
 class _Passes:
-    """The local phases, for blocks of one size. Each is one kernel where `Fused` compiles it.
+    """The local phases, for blocks of one size. Each is one kernel where `_Fused` compiles it.
 
     Without a compiler, a pass works on some blocks after the other, so that its temporary tensors stay small.
     """
@@ -354,12 +355,12 @@ class _Passes:
             values.copy_(numbers)
             values.unflatten(1, (-1, index(block))).mul_(scales.unsqueeze(2))
 
-        self._mean, self._quantize = Fused(mean), Fused(quantize)
-        self._requantize, self._dequantize = Fused(requantize), Fused(dequantize)
+        self._mean, self._quantize = _Fused(mean), _Fused(quantize)
+        self._requantize, self._dequantize = _Fused(requantize), _Fused(dequantize)
 
     def compile(self, like: Tensor, num_ranks: int, *, keeps_rest: bool) -> None:
         """Compiles the passes for gradients with the dtype and device of `like`."""
-        if not Fused.is_possible(like):
+        if not _Fused.is_possible(like):
             return
         dtype, table = accumulation_dtype(like.dtype), _table(like.device, self.block)
         # No two sizes are equal, and none is 1: the compiler would take that for a rule.
@@ -381,7 +382,7 @@ class _Passes:
         """Whether each pass is one kernel."""
         return self._quantize.is_compiled
 
-    def quantize(self, values: Tensor, noise: Noise, message: Tensor, keeps_rest: bool) -> None:
+    def quantize(self, values: Tensor, noise: _Noise, message: Tensor, keeps_rest: bool) -> None:
         """Quantises rows of values [rows, n] to rows of bytes: one byte per value, then a float32 scale per block.
 
         Args:
@@ -398,7 +399,7 @@ class _Passes:
             )
 
     def requantize(
-        self, received: Tensor, noise: Noise, message: Tensor, dtype: torch.dtype, keeps_rest: bool
+        self, received: Tensor, noise: _Noise, message: Tensor, dtype: torch.dtype, keeps_rest: bool
     ) -> Tensor | None:
         """Quantises the mean of the rows of bytes `received` to one row of bytes; returns its errors [1, n]."""
         (numbers, scales), (out, out_scales) = self._views(received), self._views(message)
@@ -424,7 +425,7 @@ class _Passes:
         n = message.size(1) // (self.block + 4) * self.block
         return message[:, :n].view(torch.int8), message[:, n:].view(torch.float32)
 
-    def _parts(self, fused: Fused[Tensor], scales: Tensor) -> list[tuple[slice, slice]]:
+    def _parts(self, fused: _Fused[Tensor], scales: Tensor) -> list[tuple[slice, slice]]:
         """Returns the blocks of each call, and the places of their values."""
         num_rows, num_blocks = scales.shape
         at_a_time = num_blocks if fused.is_compiled else max(1, _CHUNK // (num_rows * self.block))

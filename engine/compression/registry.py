@@ -17,7 +17,6 @@ __all__ = [
     "ROWS",
     "HookRow",
     "make_comm_hook",
-    "parse_compression",
     "register_comm_hook",
 ]
 
@@ -191,7 +190,7 @@ class _ParsedCompression:
     """``"fp16"``, ``"bf16"`` or ``""``."""
 
 
-def parse_compression(flag: str) -> _ParsedCompression:
+def _parse_compression(flag: str) -> _ParsedCompression:
     """Parses a flag such as ``"powersgd:2,start=100"`` or ``"topk:0.01+fp16"`` without importing the hook.
 
     The constructor's parameters are the flag's options. The name of the first may be omitted, unless it is `start` or
@@ -222,12 +221,12 @@ def parse_compression(flag: str) -> _ParsedCompression:
 
 
 def make_comm_hook(flag: str) -> "CommHook | None":
-    """Creates the comm hook of a flag, see `parse_compression`; returns None for ``"none"``.
+    """Creates the comm hook of a flag, see `_parse_compression`; returns None for ``"none"``.
 
     Raises:
         ValueError: an unknown name or option, or a value that is out of range.
     """
-    parsed = parse_compression(flag)
+    parsed = _parse_compression(flag)
     if parsed.name == "none":
         return None
     hook = COMM_HOOKS[parsed.name](**parsed.arguments)

@@ -41,7 +41,6 @@ __all__ = [
     "job_secret",
     "keep_job_secret",
     "keeping_interface",
-    "launched_sizes",
     "launcher_name",
     "listen_on_loopback",
     "listen_towards",
@@ -167,7 +166,7 @@ def started_by_hand() -> bool:
     return launcher_name() == PLAIN
 
 
-def launched_sizes() -> tuple[int, int] | None:
+def _launched_sizes() -> tuple[int, int] | None:
     """(all processes, processes per node) from the launcher; 0 for an unknown number; None without a launcher."""
     launcher = launcher_name()
     if launcher is None:
@@ -219,7 +218,7 @@ def resolve_sizes(devices: Any, num_nodes: int, plugins: Sequence[Any] = ()) -> 
     """
     check_count("num_nodes", num_nodes)
     _check_variables()
-    launcher, launched = launcher_name(), launched_sizes()
+    launcher, launched = launcher_name(), _launched_sizes()
     knows_itself = any(isinstance(plugin, ClusterEnvironment) for plugin in plugins)
     if launched is None:
         _check_alone()

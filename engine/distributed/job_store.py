@@ -31,7 +31,6 @@ __all__ = [
     "JobStore",
     "ProcessState",
     "SignedStore",
-    "StoreLine",
     "StoreLostError",
     "accept_probes",
     "end_threads",
@@ -50,6 +49,7 @@ __all__ = [
 # accepted connection means that the process runs, a refused one that it has ended, and none within 2 s that its host
 # or the network has failed.
 
+# Connections are closed once in a period of the watchdog (`accept_probes`): as many may come in between.
 _BACKLOG = 256
 _LONGEST_PROBE_S = 2.0
 """The longest time that a probe waits."""
@@ -107,9 +107,10 @@ PATIENCE_S = 22.0
 """The longest time that a call of a store may take."""
 _LONGEST_S = 60.0
 """The longest time if the store's process still accepts connections: TCP may wait to resend after a network failure."""
+# While a call waits, it asks this often whether it is given up.
 _TICK_S = 1.0
 
-_lines: "weakref.WeakSet[StoreLine]" = weakref.WeakSet()
+_lines: "weakref.WeakSet[_StoreLine]" = weakref.WeakSet()
 
 
 class StoreLostError(RuntimeError):
@@ -125,7 +126,7 @@ class _Result:
         self.error: BaseException | None = None
 
 
-class StoreLine:
+class _StoreLine:
     """One connection to a store.
 
     Args:
@@ -133,7 +134,7 @@ class StoreLine:
         other: another connection to the same store; if one of the two is lost, both are.
     """
 
-    def __init__(self, store: dist.Store, other: "StoreLine | None" = None) -> None:
+    def __init__(self, store: dist.Store, other: "_StoreLine | None" = None) -> None:
         self.store: Any = store
         self.patience_s = PATIENCE_S
         self.waited_s = 0.0
@@ -251,6 +252,8 @@ Fields = Mapping[str, type | tuple[type, ...]]
 
 _MOST_BYTES = 2_000_000
 """The largest size of a message: the stack of a recursive thread has thousands of lines."""
+# The deepest message, a rank's last collectives with the sizes of their tensors, has 7 levels. One with thousands
+# would exhaust the stack of whoever goes through it.
 _MOST_DEPTH = 8
 _SIGNATURE_BYTES = hashlib.sha256().digest_size
 
@@ -343,9 +346,9 @@ class JobStore:
         line: another connection to the same store; if one of the two is lost, both are.
     """
 
-    def __init__(self, store: dist.Store, rank: int, num_ranks: int, line: StoreLine | None = None) -> None:
+    def __init__(self, store: dist.Store, rank: int, num_ranks: int, line: _StoreLine | None = None) -> None:
         self.store: Any = store
-        self.line = StoreLine(store, line)
+        self.line = _StoreLine(store, line)
         self.rank = rank
         self.num_ranks = num_ranks
         self._has_warned = False
@@ -419,7 +422,7 @@ class SignedStore:
     """
 
     def __init__(self, store: dist.Store, rank: int) -> None:
-        self._line = StoreLine(store)
+        self._line = _StoreLine(store)
         self._rank = rank
         self._has_warned = False
 

@@ -52,7 +52,6 @@ __all__ = [
     "missing_ranks",
     "name_of_start",
     "open_store",
-    "process_key",
     "reach",
     "serve",
     "this_process",
@@ -101,14 +100,14 @@ _FIELDS: dict[str, Fields] = {
 """The fields that each kind of report must have."""
 
 
-def process_key(rank: int) -> str:
+def _process_key(rank: int) -> str:
     """Returns the key under which a rank publishes its process, as soon as it is connected to the store."""
     return f"polyphase/process/{rank}"
 
 
 def _absent_ranks(job: JobStore, ranks: Iterable[int]) -> list[int]:
     """Returns those of `ranks` that are not connected to the store yet."""
-    return [rank for rank in ranks if not job.has(process_key(rank))]
+    return [rank for rank in ranks if not job.has(_process_key(rank))]
 
 
 class RankRegistry:
@@ -145,7 +144,7 @@ class RankRegistry:
         self.last: dict[int, dict[str, Any]] = {}
         """The last beat that was read of each rank."""
         self.me = this_process()
-        self.job.write(process_key(self.rank), self.me)
+        self.job.write(_process_key(self.rank), self.me)
 
     def publish(self, kind: str, report: dict[str, Any]) -> None:
         """Writes a report of this rank; it replaces the former one of the same kind."""
@@ -173,7 +172,7 @@ class RankRegistry:
             return
         if len(self._unknown) > _MAX_CHECKED and not self._are_all_connected:
             self._are_all_connected = self.job.has(ALL_CONNECTED)
-        seen = self._read({process_key(rank): rank for rank in ranks}, _PROCESS)
+        seen = self._read({_process_key(rank): rank for rank in ranks}, _PROCESS)
         self.processes = {**self.processes, **seen}
         due = set(ranks)
         unknown = [*(rank for rank in self._unknown if rank not in due), *ranks]
@@ -378,7 +377,7 @@ def connect(store: dist.Store, rank: int, world_size: int) -> JobStore:
     """Makes `store` the job's store of this process, and registers this rank in it."""
     # Another connection, since torch waits in that of `store`.
     job = JobStore(store.clone(), rank, world_size)  # type: ignore[attr-defined]
-    job.write(process_key(rank), this_process())
+    job.write(_process_key(rank), this_process())
     _current[os.getpid()] = job
     return job
 

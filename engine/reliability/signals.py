@@ -35,7 +35,7 @@ from ..contract import adapt
 from ..distributed.job_store import SignedStore
 from ..distributed.waits import waiting
 
-__all__ = ["INTERRUPTED", "STOPPED", "Interrupted", "SignalConnector", "SteeredApartError", "Steering", "StopConsensus"]
+__all__ = ["INTERRUPTED", "STOPPED", "Interrupted", "SignalConnector", "SteeredApartError", "Steering"]
 
 log = logging.getLogger("polyphase.engine")
 
@@ -55,7 +55,7 @@ class Interrupted(SIGTERMException, KeyboardInterrupt):
     """All ranks have stopped after the same step because of Ctrl-C; a KeyboardInterrupt for callbacks and callers."""
 
 
-class StopConsensus:
+class _StopConsensus:
     """The ranks' agreement on the boundary at which they stop.
 
     Args:
@@ -142,7 +142,7 @@ class SignalConnector(_SignalConnector):  # Lightning: Trainer._signal_connector
     def __init__(self, trainer: Trainer) -> None:
         self._num_runs = self._num_snapshots = 0
         self._snapshot_requested = False
-        self._snapshot_agreement: StopConsensus | None = None
+        self._snapshot_agreement: _StopConsensus | None = None
         super().__init__(trainer)
 
     @property
@@ -153,7 +153,7 @@ class SignalConnector(_SignalConnector):  # Lightning: Trainer._signal_connector
     @received_sigterm.setter
     def received_sigterm(self, value: bool) -> None:  # Lightning: set to False by the constructor and at each run
         self._requested = self._agreed = value
-        self._agreement: StopConsensus | None = None
+        self._agreement: _StopConsensus | None = None
 
     def register_signal_handlers(self) -> None:
         """Called by Lightning when the processes of a run are connected."""
@@ -198,7 +198,7 @@ class SignalConnector(_SignalConnector):  # Lightning: Trainer._signal_connector
         log.warning("After Ctrl-C, the run ended before the end of the step: %r", exception)
         return KeyboardInterrupt()
 
-    def _agreement_on(self, subject: str) -> StopConsensus | None:
+    def _agreement_on(self, subject: str) -> _StopConsensus | None:
         fits = self.trainer.state.fn == TrainerFn.FITTING
         if not (fits and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
             return None
@@ -206,7 +206,7 @@ class SignalConnector(_SignalConnector):  # Lightning: Trainer._signal_connector
         store = dist.PrefixStore(f"polyphase/{subject}", dist.distributed_c10d._get_default_store())
         signed_store = SignedStore(store, dist.get_rank())  # so that other processes can't stop the run
         strategy = adapt(self.trainer.strategy)
-        return StopConsensus(signed_store, dist.get_rank(), dist.get_world_size(), lambda: strategy.lost_ranks)
+        return _StopConsensus(signed_store, dist.get_rank(), dist.get_world_size(), lambda: strategy.lost_ranks)
 
     def meet_again(self) -> None:
         """Called when ranks were lost, and the others have met again: a request that is not agreed on is made again."""
@@ -264,13 +264,14 @@ class SignalConnector(_SignalConnector):  # Lightning: Trainer._signal_connector
 # 1. A rank on which something steers the loop says so in the job's store, with the number of the batch, and waits until
 #    all ranks have said the same. Usually they have, since all have the same reason: they stop at this batch.
 # 2. After `_PATIENCE_S`, it is this rank's alone: the others train, and wait for this one. A request to stop is then
-#    agreed on as after a signal (`StopConsensus`), so that all ranks stop a few batches later. Nothing else can be
+#    agreed on as after a signal (`_StopConsensus`), so that all ranks stop a few batches later. Nothing else can be
 #    followed: it is an error, by name.
 #
 # Between epochs, and after a validation, all ranks are at the same place: they compare by one collective.
 
 _PATIENCE_S = 2.0
 """How long a rank waits for the others to do the same: longer than a callback of one rank makes it late."""
+# Short beside a step: usually the other ranks say the same at the same batch.
 _TICK_S = 0.002
 
 _OF_TRAINER = ("accumulate_grad_batches", "check_val_every_n_epoch", "limit_train_batches", "limit_val_batches")
@@ -299,7 +300,7 @@ class Steering:
         self._trainer: Any = trainer
         self._num_runs = self._num_stops = 0
         self._store: SignedStore | None = None
-        self._consensus: StopConsensus | None = None
+        self._consensus: _StopConsensus | None = None
         self._is_asked = self._is_agreed = False
         self._keeps_step = True
         self._limits: tuple[Any, ...] = ()
@@ -406,7 +407,7 @@ class Steering:
                 dist.distributed_c10d._get_default_store(),
             )
             ranks = dist.get_rank(), dist.get_world_size()
-            self._consensus = StopConsensus(SignedStore(store, ranks[0]), *ranks, lambda: strategy.lost_ranks)
+            self._consensus = _StopConsensus(SignedStore(store, ranks[0]), *ranks, lambda: strategy.lost_ranks)
 
     def _all_say(self, what: str) -> bool:
         """Whether all ranks say `what`, this one by this call; the first of them that gives up decides for all."""

@@ -36,17 +36,11 @@ __all__ = [
     "Entry",
     "NativeError",
     "RunningRank",
-    "Unanswered",
     "ask",
     "find",
-    "find_py_spy",
     "lines",
     "main",
-    "native_threads",
-    "own_space",
-    "parse_dump",
     "remove_ended",
-    "running_ranks",
     "runtime_folder",
 ]
 
@@ -178,24 +172,24 @@ def runtime_folder(*, creates: bool) -> str | None:
 def remove_ended(folder: str) -> None:
     """Removes the files of processes that ended without removing them."""
     for entry in _entries(folder):
-        if entry.rank.space == own_space() and not entry.rank.lives:
+        if entry.rank.space == _own_space() and not entry.rank.lives:
             entry.remove()
             with suppress(OSError):
                 os.remove(entry.stack_file)
 
 
-def own_space() -> str:
+def _own_space() -> str:
     """Returns this process's id namespace: containers with the same host name each number their processes from 1."""
     with suppress(OSError):
         return os.readlink("/proc/self/ns/pid")
     return ""
 
 
-def running_ranks() -> list[Entry]:
+def _running_ranks() -> list[Entry]:
     """Returns this user's ranks on this host whose processes exist; for nested engines the innermost one."""
     folder = runtime_folder(creates=False)
     entries = [] if folder is None else _entries(folder)
-    visible = [entry for entry in entries if entry.rank.space == own_space() and entry.rank.lives]
+    visible = [entry for entry in entries if entry.rank.space == _own_space() and entry.rank.lives]
     innermost = {entry.rank.pid: entry for entry in sorted(visible, key=_number)}
     return sorted(innermost.values(), key=lambda entry: (entry.rank.job, entry.rank.rank))
 
@@ -249,7 +243,7 @@ _THREAD = re.compile(r"^(Current thread|Thread) 0x([0-9a-f]+)(?: \[(.*)\])? \(mo
 _CALL = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 
 
-class Unanswered(str):
+class _Unanswered(str):
     """The reason why a rank has no stacks."""
 
     __slots__ = ()
@@ -272,8 +266,8 @@ def main(words: Sequence[str]) -> int:
                 choose("flag of stacks", word.partition("=")[0], (*flags, "--timeout"))
         arguments = parser.parse_args(words)
         timeout_s = _seconds(arguments.timeout)
-        py_spy = find_py_spy() if arguments.native else None
-        entries = find(arguments.run_dir, running_ranks())
+        py_spy = _find_py_spy() if arguments.native else None
+        entries = find(arguments.run_dir, _running_ranks())
     except ValueError as error:
         print(f"polyphase: error: {error}", file=sys.stderr)
         return 2
@@ -284,7 +278,7 @@ def main(words: Sequence[str]) -> int:
         print(json.dumps({rank: _plain(answer) for rank, answer in sorted(answers.items())}, indent=2))
     else:
         _show(answers, all_threads=arguments.all_threads, all_frames=arguments.all_frames or arguments.native)
-    return int(any(isinstance(answer, Unanswered) for answer in answers.values()))
+    return int(any(isinstance(answer, _Unanswered) for answer in answers.values()))
 
 
 def _seconds(text: str) -> float:
@@ -331,7 +325,7 @@ def _is_around(entry: Entry, path: str) -> bool:
     return any(f"{folder}/".startswith(inside) or inside.startswith(f"{folder}/") for folder in folders)
 
 
-def ask(entries: Sequence[Entry], timeout_s: float) -> dict[int, dict[str, Any] | Unanswered]:
+def ask(entries: Sequence[Entry], timeout_s: float) -> dict[int, dict[str, Any] | _Unanswered]:
     """Queries the ranks of a run; returns the answers by rank.
 
     Args:
@@ -339,7 +333,7 @@ def ask(entries: Sequence[Entry], timeout_s: float) -> dict[int, dict[str, Any] 
         timeout_s: time limit for the answers.
     """
     number = uuid.uuid4().hex
-    answers: dict[int, dict[str, Any] | Unanswered] = {}
+    answers: dict[int, dict[str, Any] | _Unanswered] = {}
     for entry in entries:
         entry.write(".ask", number)
     missing, deadline = {entry.rank.rank: entry for entry in entries}, time.monotonic() + timeout_s
@@ -349,7 +343,7 @@ def ask(entries: Sequence[Entry], timeout_s: float) -> dict[int, dict[str, Any] 
                 answers[rank] = answer
                 del missing[rank]
             elif not entry.rank.lives:
-                answers[rank] = Unanswered("its process has ended")
+                answers[rank] = _Unanswered("its process has ended")
                 del missing[rank]
         time.sleep(_TICK_S)
     for rank, entry in missing.items():
@@ -357,12 +351,12 @@ def ask(entries: Sequence[Entry], timeout_s: float) -> dict[int, dict[str, Any] 
         answers[rank] = _dump(entry)
     _await_elsewhere(entries, answers, number, deadline)
     for rank in range(entries[0].rank.world_size):
-        answers.setdefault(rank, Unanswered("it is not on this host, and has not answered"))
+        answers.setdefault(rank, _Unanswered("it is not on this host, and has not answered"))
     return answers
 
 
 def _await_elsewhere(
-    entries: Sequence[Entry], answers: dict[int, dict[str, Any] | Unanswered], number: str, deadline: float
+    entries: Sequence[Entry], answers: dict[int, dict[str, Any] | _Unanswered], number: str, deadline: float
 ) -> None:
     """Adds answers of ranks on other hosts; each rank of this host that answered collects them."""
     received = [answer for answer in answers.values() if isinstance(answer, dict)]
@@ -377,22 +371,24 @@ def _await_elsewhere(
         time.sleep(_TICK_S)
 
 
-def _dump(entry: Entry) -> dict[str, Any] | Unanswered:
+def _dump(entry: Entry) -> dict[str, Any] | _Unanswered:
     """Makes a process that does not answer write its stacks."""
     rank = entry.rank
     state = ""
     with suppress(psutil.Error):
         state = psutil.Process(rank.pid).status()
     if not rank.lives:
-        return Unanswered("its process has ended")
+        return _Unanswered("its process has ended")
     if state in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
-        return Unanswered(f"process {rank.pid} is stopped (SIGSTOP, or a debugger): kill -CONT {rank.pid}")
+        return _Unanswered(f"process {rank.pid} is stopped (SIGSTOP, or a debugger): kill -CONT {rank.pid}")
     if rank.signal is None:
-        return Unanswered("it does not answer, and its program has a use of its own for SIGURG")
+        return _Unanswered("it does not answer, and its program has a use of its own for SIGURG")
     text = _written_on_signal(entry, rank.signal)
-    threads = parse_dump(text, rank.thread)
+    threads = _parse_dump(text, rank.thread)
     if not threads:
-        return Unanswered(f"process {rank.pid} (state: {state}) does not answer, and writes nothing on a signal either")
+        return _Unanswered(
+            f"process {rank.pid} (state: {state}) does not answer, and writes nothing on a signal either"
+        )
     return {
         "rank": rank.rank,
         "host": rank.host,
@@ -421,7 +417,7 @@ def _written_on_signal(entry: Entry, number: int) -> str:
         return ""
 
 
-def parse_dump(text: str, first: int) -> list[dict[str, Any]]:
+def _parse_dump(text: str, first: int) -> list[dict[str, Any]]:
     """Parses the threads in a dump of `faulthandler`, in the form of a rank's own answer.
 
     Args:
@@ -444,7 +440,7 @@ def _add_native(answers: dict[int, Any], entries: Sequence[Entry], py_spy: str) 
         rank = entry.rank
         answer = answers[rank.rank] if isinstance(answers[rank.rank], dict) else {}
         try:
-            threads = native_threads(py_spy, rank.pid, rank.thread)
+            threads = _native_threads(py_spy, rank.pid, rank.thread)
         except NativeError as error:
             if answer:
                 answer["note"] = f"without native frames: {error}"
@@ -452,8 +448,8 @@ def _add_native(answers: dict[int, Any], entries: Sequence[Entry], py_spy: str) 
         answers[rank.rank] = {"rank": rank.rank, "host": rank.host, "pid": rank.pid, **answer, "threads": threads}
 
 
-def _plain(answer: dict[str, Any] | Unanswered) -> dict[str, Any]:
-    return {"error": str(answer)} if isinstance(answer, Unanswered) else answer
+def _plain(answer: dict[str, Any] | _Unanswered) -> dict[str, Any]:
+    return {"error": str(answer)} if isinstance(answer, _Unanswered) else answer
 
 
 # --- frames of C and C++, by py-spy
@@ -468,7 +464,7 @@ class NativeError(RuntimeError):
     """py-spy could not inspect a process."""
 
 
-def find_py_spy() -> str:
+def _find_py_spy() -> str:
     """Returns the path of py-spy.
 
     Raises:
@@ -481,7 +477,7 @@ def find_py_spy() -> str:
     return path
 
 
-def native_threads(py_spy: str, pid: int, first: int) -> list[dict[str, Any]]:
+def _native_threads(py_spy: str, pid: int, first: int) -> list[dict[str, Any]]:
     """Returns the stacks of a process's threads, in the form of a rank's own answer.
 
     Args:

@@ -24,7 +24,10 @@ from torchmetrics import Metric
 
 from ..checkpoint.rng import include_devices
 
-__all__ = ["DP", "make_dp", "merged_logs", "merged_outputs"]
+__all__ = [
+    "DP",
+    "make_dp",
+]
 
 _LOG = inspect.signature(LightningModule.log)
 
@@ -98,9 +101,9 @@ class DP(SingleDeviceStrategy):
                 " `on_train_batch_end`, or choose strategy 'ddp'."
             )
         outputs, logs, counts = (list(column) for column in zip(*parts, strict=True))
-        for call in merged_logs(logs, counts, self.root_device):
+        for call in _merged_logs(logs, counts, self.root_device):
             self.lightning_module.log(**call)
-        return merged_outputs(outputs, counts, self.root_device)
+        return _merged_outputs(outputs, counts, self.root_device)
 
     def teardown(self) -> None:
         """Releases the wrapped module."""
@@ -161,7 +164,7 @@ def _first_tensor(batch: Any) -> Tensor | None:
     return next((tensor for tensor in map(_first_tensor, parts) if tensor is not None), None)
 
 
-def merged_logs(logs: list[list[dict[str, Any]]], counts: list[int], device: torch.device) -> list[dict[str, Any]]:
+def _merged_logs(logs: list[list[dict[str, Any]]], counts: list[int], device: torch.device) -> list[dict[str, Any]]:
     """Merges the calls of `log` of several copies into one list.
 
     Args:
@@ -201,7 +204,7 @@ _REDUCTIONS = {
 }
 
 
-def merged_outputs(outputs: list[Any], counts: list[int], device: torch.device) -> Any:
+def _merged_outputs(outputs: list[Any], counts: list[int], device: torch.device) -> Any:
     """Merges the outputs of `training_step` of several copies into one, on `device`.
 
     Losses are averaged by `counts`, the numbers of samples, or by the weights that the copies return. Other tensors are

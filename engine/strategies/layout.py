@@ -41,11 +41,8 @@ from .parameter_hooks import ParameterHooks
 from .whole_steps import as_whole, whole_in_hooks
 
 __all__ = [
-    "BufferAverage",
     "DistributedStrategy",
     "MeshStrategy",
-    "SideSum",
-    "avoid_reentrant",
     "check_dense_gradients",
     "never_flatten",
     "own_buffers",
@@ -61,7 +58,7 @@ __all__ = [
 # Communication: one all-reduce for each call, of the bytes of the tensor.
 
 
-class SideSum:
+class _SideSum:
     """Sums over a group of ranks.
 
     Args:
@@ -138,7 +135,7 @@ def own_buffers(module: nn.Module) -> dict[str, Tensor]:
     }
 
 
-class BufferAverage:
+class _BufferAverage:
     """Averages buffers over the ranks after each step of an optimizer.
 
     Args:
@@ -217,7 +214,7 @@ class DistributedStrategy(EngineStrategy):
     launcher_suffix: str = ""
     data_group: Any = None
     """Process group of the ranks with different samples that includes this rank; None: all ranks."""
-    _side_sum: SideSum | None = None
+    _side_sum: _SideSum | None = None
     random_state_at_launch: dict[str, Any] | None = None
     """The random state of the process that started this worker."""
     _parameter_hooks: ParameterHooks | None = None
@@ -250,7 +247,7 @@ class DistributedStrategy(EngineStrategy):
         super().on_train_start()  # type: ignore[misc]
         self._parameter_hooks = self._make_parameter_hooks()
         if self.averages_buffers and self.data_size > 1:
-            self._buffer_average = BufferAverage(self.lightning_module.trainer, self.data_group)  # type: ignore[attr-defined]
+            self._buffer_average = _BufferAverage(self.lightning_module.trainer, self.data_group)  # type: ignore[attr-defined]
 
     def _make_parameter_hooks(self) -> ParameterHooks | None:
         """Has hooks of parameters get the gradients of one process; returns None for one process."""
@@ -286,10 +283,10 @@ class DistributedStrategy(EngineStrategy):
 
             return end
         if self._side_sum is None:
-            self._side_sum = SideSum(self.data_group, device, self._timeout)  # type: ignore[attr-defined]
+            self._side_sum = _SideSum(self.data_group, device, self._timeout)  # type: ignore[attr-defined]
         return self._side_sum.begin(make, needs_device=needs_device)
 
-    _buffer_average: BufferAverage | None = None
+    _buffer_average: _BufferAverage | None = None
 
     @property
     def averages_buffers(self) -> bool:  # type: ignore[override]
@@ -384,7 +381,7 @@ class DistributedStrategy(EngineStrategy):
 
     def _connect_ranks(self) -> None:
         """Connects the ranks: opens the job's store, and starts the process group, which uses this store."""
-        avoid_reentrant()
+        _avoid_reentrant()
         strategy: Any = self
         if strategy.num_nodes == 1:  # this applies to groups that are created later as well
             listen_on_loopback()
@@ -506,7 +503,7 @@ class _OneBackward:
         return _Reentrant.apply(function, preserve_rng_state, *args)
 
 
-def avoid_reentrant() -> None:
+def _avoid_reentrant() -> None:
     """Computes checkpoints without re-entrant autograd, until `_allow_reentrant`."""
     torchs.CheckpointFunction = _OneBackward  # type: ignore[assignment, misc]
 

@@ -31,13 +31,13 @@ from .ddp import DDP
 from .optimizer_trial import habits_of
 from .options import DEFAULT_BUCKET_MB, DDPOptions
 
-__all__ = ["Owners", "Zero1"]
+__all__ = ["Zero1"]
 
 _NUM_IN_FLIGHT = 2
 """The number of concurrent broadcasts: one is sent while the next one is packed."""
 
 
-class Owners:
+class _Owners:
     """Maps each parameter to the rank that steps it; equal on all ranks.
 
     Args:
@@ -88,7 +88,7 @@ class Zero1(DDP):
 
     def __init__(self, options: DDPOptions, launcher: str = "", comm_hook: CommHook | None = None) -> None:
         super().__init__(options, launcher, comm_hook)
-        self._owners: Owners | None = None
+        self._owners: _Owners | None = None
         self._owned: dict[str, Tensor] = {}
         self._updates: CountingGroup | None = None
         self._hooks: list[RemovableHandle] = []
@@ -102,14 +102,14 @@ class Zero1(DDP):
         self._owners, self._updates = None, None
 
     @property
-    def owners(self) -> Owners:
+    def owners(self) -> _Owners:
         """The owners of the module's parameters, drawn once in a run: a checkpoint is read before there are optimizers.
 
         Parameters that are added later get an owner when an optimizer first steps them.
         """
         if self._owners is None:
             assert self.lightning_module is not None
-            self._owners = Owners(self.layout.world_size)
+            self._owners = _Owners(self.layout.world_size)
             self._owned = dict(self.lightning_module.named_parameters())
             self._owners.assign(list(self._owned.values()))
         return self._owners

@@ -90,7 +90,7 @@ MENDS = {
     "a codebook is that of the samples of rank 0": Defect(
         "ddp:average_buffers=true",
         MODELS["codebook"],
-        [(f"{_STRATEGIES}.layout:BufferAverage", "_average", nothing)],
+        [(f"{_STRATEGIES}.layout:_BufferAverage", "_average", nothing)],
     ),
     "blocks count micro-batches": Defect("pp", MODELS["counting blocks"], _UNCOMPARED),
     "a buffer counts micro-batches": Defect("pp", MODELS["counting buffer"], _UNCOMPARED),
@@ -108,7 +108,7 @@ MENDS = {
         {"activation_checkpointing": "full"},
     ),
     "two checkpoints of a block are averaged once": Defect(
-        "fsdp", MODELS["reentrant checkpoints"], [(f"{_STRATEGIES}.layout", "avoid_reentrant", nothing)]
+        "fsdp", MODELS["reentrant checkpoints"], [(f"{_STRATEGIES}.layout", "_avoid_reentrant", nothing)]
     ),
     "what a hook gives to a parameter is lost": Defect(
         "fsdp", METHODS["clamped data"], [(f"{_STRATEGIES}.fsdp.strategy", "keep_data", nothing)]

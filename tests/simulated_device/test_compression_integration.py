@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from polyphase.engine import Engine
 from polyphase.engine.compression import AllReduceHook, Auto, Bucket, CountingGroup, ParamSlice, forecast
-from polyphase.engine.compression.base import CommWorker
-from polyphase.engine.compression.int8 import Int8, Noise, passes_of
+from polyphase.engine.compression.base import _CommWorker
+from polyphase.engine.compression.int8 import Int8, _Noise, passes_of
 from polyphase.engine.compression.powersgd import _orthonormal
 from tests.engine.parity import FEW_STEPS, QUIET, TOLERANCE, build, largest_difference, loader, sgd
 from tests.pairs import nightly
@@ -78,7 +78,7 @@ def test_a_comm_hook_computes_what_it_does_on_the_cpu(flag, devices, accumulate,
 def _works_on_two_buckets() -> None:
     install()
     first, second = torch.ones(4, device="sim"), torch.ones(4, device="sim")
-    background = CommWorker(torch.device("sim", 0))
+    background = _CommWorker(torch.device("sim", 0))
     background.submit(lambda: first.mul_(2), 0)
     # What it does may overlap with the first: to work on the same is a race.
     with pytest.raises(RuntimeError, match=r"race: aten::mul .*may still be writing"):
@@ -127,13 +127,13 @@ def _quantizes() -> None:
     packed = torch.empty(2, numel // 2 // block * (block + 4), dtype=torch.uint8, device="sim")
     torch.sim.reset_peak_memory_stats()
     before = torch.sim.memory_allocated()
-    passes.quantize(values, Noise(indices, 1), packed, keeps_rest=True)
+    passes.quantize(values, _Noise(indices, 1), packed, keeps_rest=True)
     assert torch.sim.max_memory_allocated() - before < values.nbytes
     # And the numbers are those of its parts.
     for number, part in enumerate(parts):
         some = torch.empty(2, packed.size(1) // 2, dtype=torch.uint8, device="sim")
         place = slice(number * numel // 4, (number + 1) * numel // 4)
-        passes.quantize(part, Noise(indices.chunk(2)[number], 1), some, keeps_rest=True)
+        passes.quantize(part, _Noise(indices.chunk(2)[number], 1), some, keeps_rest=True)
         assert torch.equal(part, values[:, place])
         assert torch.equal(some[:, : numel // 4], packed[:, place])
 

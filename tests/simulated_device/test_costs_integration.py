@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from polyphase.engine import Engine
 from polyphase.engine.reliability.nonfinite import NonFiniteError
-from polyphase.engine.strategies.dp import merged_logs, merged_outputs
+from polyphase.engine.strategies.dp import _merged_logs, _merged_outputs
 from tests.engine.loop.costs import calls_of_a_step
 from tests.engine.parity import MICRO_BATCH, QUIET, WideVocabulary, build, largest_difference, loader
 from tests.pairs import nightly
@@ -291,10 +291,10 @@ def _merges() -> dict[str, int]:
     device = torch.device("sim", 0)
     losses = [torch.full((), float(number), device=device) for number in (1, 3)]
     before = install().counts()
-    output = merged_outputs([{"loss": loss, "weight": weight} for loss, weight in zip(losses, (1, 3), strict=True)],
+    output = _merged_outputs([{"loss": loss, "weight": weight} for loss, weight in zip(losses, (1, 3), strict=True)],
                             [4, 4], device)  # fmt: skip
-    mean = merged_outputs(losses, [1, 3], device)
-    (logged,) = merged_logs([[{"name": "a", "value": 1.0}], [{"name": "a", "value": 3}]], [1, 3], device)
+    mean = _merged_outputs(losses, [1, 3], device)
+    (logged,) = _merged_logs([[{"name": "a", "value": 1.0}], [{"name": "a", "value": 3}]], [1, 3], device)
     found = {name: number - before[name] for name, number in install().counts().items() if name != "operators"}
     assert [float(value) for value in (output["loss"], output["weight"], mean, logged["value"])] == [2.5, 4, 2.5, 2.5]
     return {name: number for name, number in found.items() if number}

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from polyphase.engine.strategies.layout import SideSum
+from polyphase.engine.strategies.layout import _SideSum
 
 from . import in_a_child, install
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.timeout(180, func_only=True)  # to compile the device t
 def _sums() -> None:
     install()
     dist.init_process_group("simccl", rank=0, world_size=1, store=dist.HashStore())
-    sums = SideSum(None, torch.device("sim", 0), None)
+    sums = _SideSum(None, torch.device("sim", 0), None)
     computed = torch.ones(4, device="sim")
     # What depends on nothing that the device still computes waits for none of it, so to use that is a race.
     with pytest.raises(RuntimeError, match=r"race: .*aten::fill_ .*may still be writing"):
@@ -34,7 +34,7 @@ def _is_used_too_early() -> None:
     install()
     dist.init_process_group("simccl", rank=0, world_size=1, store=dist.HashStore())
     total = torch.ones((), device="sim")
-    end = SideSum(None, torch.device("sim", 0), None).begin(lambda: total, needs_device=True)
+    end = _SideSum(None, torch.device("sim", 0), None).begin(lambda: total, needs_device=True)
     with pytest.raises(RuntimeError, match=r"race: aten::mul .*may still be writing"):
         total.mul_(2)
     end().mul_(2)

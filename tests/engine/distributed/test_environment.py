@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from polyphase.engine.distributed.environment import (
+    _launched_sizes,
     child_environment,
     global_seed,
     job_secret,
-    launched_sizes,
     launcher_name,
     listen_on_loopback,
     listen_towards,
@@ -72,7 +72,7 @@ def test_processes_that_are_started_share_a_secret(monkeypatch):
 
 def test_without_a_launcher_the_flags_are_as_given():
     assert launcher_name() is None
-    assert launched_sizes() is None
+    assert _launched_sizes() is None
     for devices in (*AUTO, 2, [0, 1], "2"):
         assert resolve_sizes(devices, 3) == (devices, 3)
 
@@ -83,7 +83,7 @@ class TestLaunched:
     def test_the_sizes_are_the_launchers(self, launch, launcher, per_node, num_nodes):
         launch(launcher, per_node, num_nodes)
         assert launcher_name() == launcher
-        assert launched_sizes() == (per_node * num_nodes, per_node)
+        assert _launched_sizes() == (per_node * num_nodes, per_node)
 
     def test_flags_left_out_are_completed(self, launch, launcher, per_node, num_nodes):
         launch(launcher, per_node, num_nodes)
@@ -120,7 +120,7 @@ def test_slurms_older_name_for_the_number_of_nodes(launch, monkeypatch):
     launch("SLURM", 2, 2)
     monkeypatch.delenv("SLURM_NNODES")
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
-    assert launched_sizes() == (4, 2)
+    assert _launched_sizes() == (4, 2)
 
 
 def test_an_interactive_slurm_allocation_has_started_nobody(launch, monkeypatch):
@@ -140,7 +140,7 @@ def test_torchrun_inside_a_slurm_job_comes_first(launch):
     launch("SLURM", 8, 2)
     launch("torchrun", 2, 1)
     assert launcher_name() == "torchrun"
-    assert launched_sizes() == (2, 2)
+    assert _launched_sizes() == (2, 2)
 
 
 @pytest.mark.parametrize(("launcher", "total"), [("torchrun", "WORLD_SIZE"), ("SLURM", "SLURM_NTASKS")])

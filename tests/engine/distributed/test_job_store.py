@@ -16,7 +16,7 @@ from polyphase.engine.distributed.job_store import (
     JobStore,
     ProcessState,
     SignedStore,
-    StoreLine,
+    _StoreLine,
     accept_probes,
     own_port,
     parsed,
@@ -24,7 +24,7 @@ from polyphase.engine.distributed.job_store import (
     signed,
     verified,
 )
-from polyphase.engine.reliability.rendezvous import RankRegistry, process_key
+from polyphase.engine.reliability.rendezvous import RankRegistry, _process_key
 
 FAILURE = {"rank": 1, "kind": "hang", "by": 0, "message": "no progress"}
 
@@ -99,7 +99,7 @@ def test_peers_do_not_take_garbage_for_ranks(job):
     assert peers.ended_ranks() == []
 
 
-class Counted(StoreLine):
+class Counted(_StoreLine):
     """Counts its calls."""
 
     num_calls = 0
@@ -124,11 +124,11 @@ def test_a_rank_that_meets_many_others_asks_for_a_few_at_a_time(store):
     for number in range(70):
         come = range(1, min(5 * number + 1, 199))
         for rank in come[-5:]:
-            job.write(process_key(rank), peers.me)
+            job.write(_process_key(rank), peers.me)
             job.write(f"polyphase/watch/0/beat/{rank}", {"number": 1, **peers.me, **place})
         assert num_calls(lambda: peers.beat(place)) <= 12
     assert peers.absent == [199]
-    job.write(process_key(199), peers.me)
+    job.write(_process_key(199), peers.me)
     job.write("polyphase/watch/0/beat/199", {"number": 1, **peers.me, **place})
     assert num_calls(lambda: peers.beat(place)) <= 12
     assert peers.absent == []

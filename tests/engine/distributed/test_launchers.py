@@ -9,7 +9,7 @@ from lightning.fabric.plugins.environments import KubeflowEnvironment
 
 from polyphase.engine.distributed.environment import (
     LaunchedEnvironment,
-    launched_sizes,
+    _launched_sizes,
     launcher_name,
     rank_variables,
     resolve_sizes,
@@ -79,14 +79,14 @@ def test_an_environment_that_is_given_knows_its_processes_itself(set_variables):
 
 def test_ranks_that_lightning_has_started_are_no_launch(set_variables):
     set_variables({"WORLD_SIZE": 2, "LOCAL_RANK": 1, "NODE_RANK": 0} | MEETING)
-    assert launched_sizes() is None
+    assert _launched_sizes() is None
 
 
 def test_mpi_within_a_slurm_job_comes_first(set_variables):
     set_variables({"SLURM_NTASKS": 2, "SLURM_NNODES": 2, "SLURM_JOB_NAME": "train"})
     set_variables(dict(zip(NAMES["Open MPI"], (8, 5, 1, 4), strict=True)) | MEETING)
     assert launcher_name() == "Open MPI"
-    assert launched_sizes() == (8, 4)
+    assert _launched_sizes() == (8, 4)
 
 
 def test_the_users_cluster_environment_is_kept(set_variables):

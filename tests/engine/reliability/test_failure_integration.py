@@ -127,7 +127,7 @@ LATE = """
 import atexit
 import sys
 import time
-from polyphase.engine.distributed.job_store import StoreLine
+from polyphase.engine.distributed.job_store import _StoreLine
 from tests.engine.tiny import Regression, engine, rows
 
 class Late(Regression):
@@ -138,12 +138,12 @@ class Late(Regression):
         time.sleep(3.5)
         raise ValueError("this rank has had enough too late")
     def setup(self, stage):
-        ask = StoreLine.ask
+        ask = _StoreLine.ask
         def told(line, method, *arguments):
             if self.global_rank == 1:
                 print("asks", method, *(each for each in arguments if isinstance(each, str)), flush=True)
             return ask(line, method, *arguments)
-        StoreLine.ask = told
+        _StoreLine.ask = told
 
 if __name__ == "__main__":
     engine(strategy="ddp", devices=2).fit(Late(), rows())

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from polyphase.engine.distributed.waits import current_wait
 from polyphase.engine.reliability import signals
-from polyphase.engine.reliability.signals import StopConsensus
+from polyphase.engine.reliability.signals import _StopConsensus
 
 from ..tiny import Positions, Seen, engine
 
@@ -30,7 +30,7 @@ def test_all_ranks_stop_at_the_same_step(seed):
     draw = random.Random(seed)
     num_ranks, lead = draw.randint(2, 5), draw.randint(1, 6)
     store = dist.HashStore()
-    ranks = [StopConsensus(store, rank, num_ranks) for rank in range(num_ranks)]
+    ranks = [_StopConsensus(store, rank, num_ranks) for rank in range(num_ranks)]
     signalled = {rank: draw.randint(0, 20) for rank in draw.sample(range(num_ranks), draw.randint(1, num_ranks))}
     done, stopped = [0] * num_ranks, {}
     while len(stopped) < num_ranks:
@@ -46,7 +46,7 @@ def test_all_ranks_stop_at_the_same_step(seed):
 
 def test_a_lost_rank_is_not_asked():
     store, lost = dist.HashStore(), set()
-    ranks = [StopConsensus(store, rank, 3, lambda: lost) for rank in range(3)]
+    ranks = [_StopConsensus(store, rank, 3, lambda: lost) for rank in range(3)]
     for step in range(1, 4):
         assert not any(ranks[rank].should_stop(step, requested=True) for rank in range(2))
     lost.add(2)
@@ -58,7 +58,7 @@ def test_a_lost_rank_is_not_asked():
 
 def test_rank_0_leaves_last_of_those_that_are_there():
     store, lost = dist.HashStore(), {2}
-    ranks = [StopConsensus(store, rank, 3, lambda: lost) for rank in range(3)]
+    ranks = [_StopConsensus(store, rank, 3, lambda: lost) for rank in range(3)]
     with ThreadPoolExecutor() as pool:
         last = pool.submit(ranks[0].leave)
         with pytest.raises(TimeoutError):
@@ -69,7 +69,7 @@ def test_rank_0_leaves_last_of_those_that_are_there():
 
 def test_rank_0_is_seen_to_wait_for_the_others():
     store = dist.HashStore()
-    ranks = [StopConsensus(store, rank, 2) for rank in range(2)]
+    ranks = [_StopConsensus(store, rank, 2) for rank in range(2)]
     waits = threading.Thread(target=ranks[0].leave)
     waits.start()
     deadline, pending = time.monotonic() + 10, None
@@ -83,13 +83,13 @@ def test_rank_0_is_seen_to_wait_for_the_others():
 def test_rank_0_does_not_wait_for_ever(monkeypatch):
     monkeypatch.setattr(signals, "_STOP_TIMEOUT_S", 0.1)
     store = dist.HashStore()
-    StopConsensus(store, 0, 2).leave()
+    _StopConsensus(store, 0, 2).leave()
     assert not store.check(["stopped/1"])
 
 
 def test_nobody_stops_unasked():
     store = dist.HashStore()
-    ranks = [StopConsensus(store, rank, 2) for rank in range(2)]
+    ranks = [_StopConsensus(store, rank, 2) for rank in range(2)]
     assert not any(agreement.should_stop(step, requested=False) for step in range(100) for agreement in ranks)
     assert store.num_keys() == 0
 
@@ -97,7 +97,7 @@ def test_nobody_stops_unasked():
 def test_a_rank_looks_once_in_a_period(monkeypatch):
     monkeypatch.setattr(signals, "_PERIOD_S", 3600.0)
     store = dist.HashStore()
-    agreement = StopConsensus(store, 0, 2)
+    agreement = _StopConsensus(store, 0, 2)
     assert not agreement.should_stop(1, requested=False)
     store.set("requested", "1")
     for step in range(2, 50):

@@ -12,14 +12,14 @@ from polyphase.engine.reliability import stack_answers, stacks
 from polyphase.engine.reliability.stacks import (
     Entry,
     RunningRank,
-    Unanswered,
+    _own_space,
+    _parse_dump,
+    _running_ranks,
+    _Unanswered,
     ask,
     find,
     lines,
-    own_space,
-    parse_dump,
     remove_ended,
-    running_ranks,
     runtime_folder,
 )
 
@@ -40,7 +40,7 @@ def rank(number=0, *, root="/runs", logs=None, job="a", created=None, pid=None, 
         rank=number,
         world_size=2,
         host="here",
-        space=own_space() if space is None else space,
+        space=_own_space() if space is None else space,
         pid=os.getpid() if pid is None else pid,
         created=psutil.Process().create_time() if created is None else created,
         thread=threading.get_ident(),
@@ -117,12 +117,12 @@ def test_processes_that_have_ended_are_not_asked_and_their_files_go(place):
     elsewhere = Entry.new(folder, rank(1, created=1.0, space="pid:[1]"))
     here = Entry.new(folder, rank(0))
     (place / f"{os.getpid()}-99.json").write_text("not JSON")
-    assert running_ranks() == [here]
+    assert _running_ranks() == [here]
     remove_ended(folder)
     assert not os.path.exists(f"{ended.base}.json")
     assert os.path.exists(f"{elsewhere.base}.json"), "of a container, whose processes can't be seen here"
     here.remove()
-    assert running_ranks() == []
+    assert _running_ranks() == []
 
 
 def test_a_rank_that_does_not_answer_and_takes_no_signal(place):
@@ -151,10 +151,10 @@ def test_an_answer_is_that_to_the_question(place):
 
 
 def test_what_faulthandler_writes_is_read():
-    threads = parse_dump(DUMP, 0x7F0000000001)
+    threads = _parse_dump(DUMP, 0x7F0000000001)
     assert [thread["runs"] for thread in threads] == [True, False]
     assert threads[0]["calls"] == [["/a/train.py", 20, "training_step"], ["/a/train.py", 40, "<module>"]]
-    assert parse_dump("", 1) == []
+    assert _parse_dump("", 1) == []
 
 
 def test_ranks_with_one_stack_are_shown_once():
@@ -174,7 +174,7 @@ def test_ranks_with_one_stack_are_shown_once():
         return {**place, "threads": [{"name": "MainThread", "runs": True, "calls": list(calls)}]}
 
     told = lines(
-        {0: answer(here, here, library, library), 1: Unanswered("it is gone"), 2: answer(here, here, library, library)}
+        {0: answer(here, here, library, library), 1: _Unanswered("it is gone"), 2: answer(here, here, library, library)}
     )
     assert told[0] == (
         "rank 0 on a, process 7: phase 'train' of step 3, batch 4, waits for other ranks in all_reduce, at x.py:1 in f"

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from polyphase.engine.reliability.heartbeat import Heartbeat
 from polyphase.engine.reliability.rendezvous import RankRegistry, connect
 from polyphase.engine.reliability.stack_answers import StackAnswers
-from polyphase.engine.reliability.stacks import NativeError, ask, find_py_spy, native_threads, running_ranks
+from polyphase.engine.reliability.stacks import NativeError, _find_py_spy, _native_threads, _running_ranks, ask
 from tests.distributed import run_command, run_ranks
 from tests.engine.tiny import as_rank, engine
 
@@ -110,7 +110,7 @@ def test_a_rank_that_sleeps_and_the_one_that_waits_for_it():
     assert threads[0]["calls"][0] == [__file__, line_of("time.sleep(0.1)"), "_stand_still"]
     assert "polyphase-watchdog" in [thread["name"] for thread in threads]
     assert "".join(SECRET) not in text + plain, "files, lines and functions; no values"
-    assert [entry for entry in running_ranks() if entry.rank.root == os.getcwd()] == [], "nothing is left behind"
+    assert [entry for entry in _running_ranks() if entry.rank.root == os.getcwd()] == [], "nothing is left behind"
 
 
 def test_a_rank_that_keeps_pythons_lock_writes_its_stacks_on_a_signal():
@@ -133,7 +133,7 @@ def test_native_frames_by_py_spy():
     try:
         time.sleep(2)
         try:
-            threads = native_threads(find_py_spy(), child.pid, 0)
+            threads = _native_threads(_find_py_spy(), child.pid, 0)
         except NativeError as error:
             assert "ermission" in str(error)  # noqa: PT017 - ptrace is not allowed here, and py-spy says so
         else:
@@ -144,7 +144,7 @@ def test_native_frames_by_py_spy():
         child.kill()
         child.wait()
     with pytest.raises(NativeError, match="py-spy:"):
-        native_threads(find_py_spy(), child.pid, 0)
+        _native_threads(_find_py_spy(), child.pid, 0)
 
 
 class _Counters:
@@ -178,7 +178,7 @@ def _on_two_hosts(rank, folder):
     found = {}
 
     def ask_rank_0():
-        here = [entry for entry in running_ranks() if (entry.rank.root, entry.rank.rank) == (folder, 0)]
+        here = [entry for entry in _running_ranks() if (entry.rank.root, entry.rank.rank) == (folder, 0)]
         found.update(ask(here, 30))
         peers.job.write("over", {})
 

@@ -21,7 +21,7 @@ from torch.multiprocessing import ProcessRaisedException
 from torch.utils.data import DataLoader, Dataset
 
 from polyphase.engine import Engine
-from polyphase.engine.distributed.job_store import JobStore, StoreLine
+from polyphase.engine.distributed.job_store import JobStore, _StoreLine
 from polyphase.engine.reliability import failure
 from polyphase.engine.reliability.failure import Wakeup
 from polyphase.engine.reliability.heartbeat import describe, stack_of
@@ -29,8 +29,8 @@ from polyphase.engine.reliability.rendezvous import (
     ALL_CONNECTED,
     LEFT,
     RankRegistry,
+    _process_key,
     current_job,
-    process_key,
     this_process,
     wait_for_all,
 )
@@ -268,7 +268,7 @@ def _two_machines(rank: int) -> None:
     job = current_job()
     peers = RankRegistry("test", job)
     peers.me = {**peers.me, "host": f"host {rank}"}
-    job.write(process_key(rank), peers.me)
+    job.write(_process_key(rank), peers.me)
     torch.distributed.barrier()
     peers.beat(report(1))
     assert not peers.is_local(1 - rank)
@@ -296,9 +296,9 @@ def _keys_read(num_ranks: int, monkeypatch) -> dict[str, float]:
     server = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     jobs = [JobStore(server, rank, num_ranks) for rank in range(num_ranks)]
     for rank, job in enumerate(jobs):
-        job.write(process_key(rank), {**this_process(), "host": f"host {rank // 4}"})
+        job.write(_process_key(rank), {**this_process(), "host": f"host {rank // 4}"})
     wait_for_all(jobs[0], timedelta(seconds=10))
-    ask, keys = StoreLine.ask, []
+    ask, keys = _StoreLine.ask, []
 
     def count(line, method, *arguments):
         keys.append(len(arguments[0]) if isinstance(arguments[0], list) else 1)
@@ -308,7 +308,7 @@ def _keys_read(num_ranks: int, monkeypatch) -> dict[str, float]:
     peers = [RankRegistry("test", job) for job in (jobs[0], jobs[num_ranks // 2])]
     for each in peers:
         each.me = {**each.me, "host": f"host {each.rank // 4}"}
-    monkeypatch.setattr(StoreLine, "ask", count)
+    monkeypatch.setattr(_StoreLine, "ask", count)
     for each in peers:
         each.beat(report(1))
         each.beat(report(1))
@@ -322,10 +322,10 @@ def _keys_read(num_ranks: int, monkeypatch) -> dict[str, float]:
             look(each)
         found[what] = sum(keys) / len(peers)
         keys.clear()
-    monkeypatch.setattr(StoreLine, "ask", ask)
+    monkeypatch.setattr(_StoreLine, "ask", ask)
     for rank, job in enumerate(jobs):
         job.write(f"polyphase/watch/test/beat/{rank}", {**report(1), **this_process(), "number": 1})
-    monkeypatch.setattr(StoreLine, "ask", count)
+    monkeypatch.setattr(_StoreLine, "ask", count)
     for each in peers:
         each.silent(1.0, 10.0)
     return {**found, "silence": sum(keys) / len(peers)}
@@ -340,7 +340,7 @@ def test_any_rank_of_another_machine_that_falls_silent_is_noticed(monkeypatch):
     jobs = [JobStore(server, rank, 32) for rank in range(32)]
     peers = RankRegistry("test", jobs[0])
     for rank, job in enumerate(jobs):
-        job.write(process_key(rank), {**this_process(), "host": f"host {rank // 4}"})
+        job.write(_process_key(rank), {**this_process(), "host": f"host {rank // 4}"})
     jobs[0].write(ALL_CONNECTED, {})
     peers.me = {**peers.me, "host": "host 0"}
     peers.beat(report(1))

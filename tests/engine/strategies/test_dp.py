@@ -13,7 +13,7 @@ from torchmetrics import MeanMetric
 from polyphase.engine import Engine
 from polyphase.engine.precision.plugins import make_precision
 from polyphase.engine.select import _say_once
-from polyphase.engine.strategies.dp import DP, _Step, make_dp, merged_logs, merged_outputs
+from polyphase.engine.strategies.dp import DP, _merged_logs, _merged_outputs, _Step, make_dp
 from tests.engine.parity import build, largest_difference, loader
 from tests.engine.tiny import QUIET, Regression, engine, rows
 
@@ -81,12 +81,12 @@ def test_parts_of_a_batch_make_the_loss_and_the_gradients_of_the_whole(sizes):
     expected = whole.training_step(batch, 0)
     expected.backward()
     assert counts == sizes
-    merged = merged_outputs(outputs, counts, CPU)
+    merged = _merged_outputs(outputs, counts, CPU)
     torch.testing.assert_close(merged["loss"], expected)
     assert torch.equal(merged["rows"], batch)
     assert merged["ends"].shape == (len(sizes),)
     assert merged["note"] == sizes
-    merged_loss, largest, size = merged_logs(logs, counts, CPU)
+    merged_loss, largest, size = _merged_logs(logs, counts, CPU)
     torch.testing.assert_close(merged_loss["value"], expected)
     assert merged_loss["name"] == "loss"
     assert merged_loss["prog_bar"] is True
@@ -98,7 +98,7 @@ def test_gradients_come_through_the_mean():
     module = Regression()
     batch = rows(7).dataset[:]
     losses = [module.training_step(part, 0) for part in batch.split([4, 3])]
-    merged_outputs(losses, [4, 3], CPU).backward()
+    _merged_outputs(losses, [4, 3], CPU).backward()
     whole = Regression()
     whole.training_step(batch, 0).backward()
     for found, expected in zip(module.parameters(), whole.parameters(), strict=True):
@@ -107,29 +107,29 @@ def test_gradients_come_through_the_mean():
 
 def test_weights_that_the_copies_return_count():
     outputs = [{"loss": torch.tensor(2.0), "weight": 1}, {"loss": torch.tensor(5.0), "weight": torch.tensor(3)}]
-    merged = merged_outputs(outputs, [8, 8], CPU)
+    merged = _merged_outputs(outputs, [8, 8], CPU)
     assert merged["loss"] == (2 + 15) / 4
     assert merged["weight"] == 4
 
 
 def test_batch_sizes_that_are_logged_add_up():
     calls = [[{"name": "a", "value": value, "batch_size": size}] for value, size in ((1.0, 2), (4, 4))]
-    (merged,) = merged_logs(calls, [1, 2], CPU)
+    (merged,) = _merged_logs(calls, [1, 2], CPU)
     assert merged == {"name": "a", "value": 3.0, "batch_size": 6}
-    (summed,) = merged_logs([[{"name": "n", "value": 2, "reduce_fx": "sum"}]] * 3, [1, 1, 1], CPU)
+    (summed,) = _merged_logs([[{"name": "n", "value": 2, "reduce_fx": "sum"}]] * 3, [1, 1, 1], CPU)
     assert summed["value"] == 6
 
 
 def test_what_cant_be_one_is_refused():
     with pytest.raises(ValueError, match="copies of the module logged different names"):
-        merged_logs([[{"name": "a", "value": 1}], []], [1, 1], CPU)
+        _merged_logs([[{"name": "a", "value": 1}], []], [1, 1], CPU)
     with pytest.raises(ValueError, match=r"logs 'm' on copies of the module: it must be a number"):
-        merged_logs([[{"name": "m", "value": MeanMetric()}]], [1], CPU)
+        _merged_logs([[{"name": "m", "value": MeanMetric()}]], [1], CPU)
     with pytest.raises(ValueError, match="one of mean, sum, min, max"):
-        merged_logs([[{"name": "m", "value": 1, "reduce_fx": torch.median}]], [1], CPU)
+        _merged_logs([[{"name": "m", "value": 1, "reduce_fx": torch.median}]], [1], CPU)
     with pytest.raises(ValueError, match="returned a loss on some copies of the module only"):
-        merged_outputs([torch.ones(()), None], [1, 1], CPU)
-    assert merged_outputs([None, None], [1, 1], CPU) is None
+        _merged_outputs([torch.ones(()), None], [1, 1], CPU)
+    assert _merged_outputs([None, None], [1, 1], CPU) is None
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "64-true"])

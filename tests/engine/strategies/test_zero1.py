@@ -5,14 +5,14 @@ import torch
 from torch import nn
 
 from polyphase.engine.distributed.buckets import flatten, in_buckets, unflatten
-from polyphase.engine.strategies.zero1 import Owners
+from polyphase.engine.strategies.zero1 import _Owners
 from polyphase.models import ByteGPT
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
 def test_shares_are_even(num_ranks):
     parameters = list(ByteGPT(num_layers=4, dim=64).parameters())
-    owners = Owners(num_ranks)
+    owners = _Owners(num_ranks)
     owners.assign(parameters)
     shares = [sum(p.numel() for p in parameters if owners[p] == rank) for rank in range(num_ranks)]
     total = sum(p.numel() for p in parameters)
@@ -22,7 +22,7 @@ def test_shares_are_even(num_ranks):
 
 def test_what_comes_later_changes_no_owner():
     first, second = nn.Linear(8, 8), nn.Linear(16, 16)
-    owners = Owners(2)
+    owners = _Owners(2)
     owners.assign(list(first.parameters()))
     before = [owners[p] for p in first.parameters()]
     assert second.weight not in owners
