@@ -201,7 +201,7 @@ class EngineConfig:
     ``"fresh"``: the same, but training starts anew even if there is a checkpoint."""
     checkpoint_format: CheckpointFormat = field(default="auto", metadata=_about(_SAVING, "file"))
     """Whether a checkpoint is a file or a directory. ``"auto"``: a file that stock Lightning opens, or a directory if
-    the strategy shards the state (fsdp, hsdp, tp, pp). ``"file"``: always a file; rank 0 gathers the shards.
+    the strategy shards the state (fsdp, hsdp, tp, cp, pp). ``"file"``: always a file; rank 0 gathers the shards.
     ``"directory"``: always a directory. `Snapshot` always writes directories."""
     hang_timeout_s: float | None = field(default=600.0, metadata=_about(_SAVING, "60"))
     """Seconds that a rank may stay at one batch and phase. Then the run ends, and the rank at fault is named with its
