@@ -24,11 +24,13 @@ __all__ = [
     "MOST_RANKS",
     "NOT_SHOWN",
     "Count",
+    "Falling",
     "Few",
     "NotAPlainFileError",
     "PlainName",
     "Positive",
     "Range",
+    "Unlike",
     "for_html",
     "for_terminal",
     "is_plain_name",
@@ -136,6 +138,33 @@ class Range:
     def __call__(self, value: Any) -> str | None:
         """Returns what is wrong with `value`, or None."""
         return None if self.least <= value <= self.most else f"is {_described(value)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Falling:
+    """Fields of a record, none of which is larger than the one before it; a field may be missing."""
+
+    names: tuple[str, ...]
+    otherwise: str
+    """Says what is wrong with larger ones."""
+
+    def __call__(self, record: dict[str, Any]) -> str | None:
+        """Returns what is wrong with `record`, or None."""
+        values = [record[name] for name in self.names if name in record]
+        return None if values == sorted(values, reverse=True) else f"{self.otherwise}: {values}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Unlike:
+    """A text that a pattern does not match as a whole."""
+
+    pattern: re.Pattern[str]
+    otherwise: str
+    """Says what a text is that it matches."""
+
+    def __call__(self, text: str) -> str | None:
+        """Returns what is wrong with `text`, or None."""
+        return f"is {text!r}, {self.otherwise}" if self.pattern.fullmatch(text) else None
 
 
 Count = Annotated[int, Range(0)]

@@ -12,7 +12,7 @@ from packaging.version import InvalidVersion, Version
 from torch import Tensor
 from typing_extensions import NotRequired, Required, TypedDict
 
-from ..foreign import MOST_RANKS, Count, Positive, Range, problem
+from ..foreign import MOST_RANKS, Count, Falling, Positive, Range, problem
 from .errors import CheckpointError
 from .manifest import Manifest
 from .single_file import MANIFEST_KEY, OURS
@@ -43,25 +43,23 @@ class _Processed(_Started):
     processed: Count
 
 
-def _in_order(counts: dict[str, int]) -> str | None:
-    """Lightning increments the counts in this order."""
-    values = [counts[name] for name in ("ready", "started", "processed", "completed") if name in counts]
-    return None if values == sorted(values, reverse=True) else f"counts more that ended than began: {values}"
+_IN_ORDER = Falling(("ready", "started", "processed", "completed"), "counts more that ended than began")
+"""Lightning increments the counts in this order."""
 
 
 class _DoneProgress(TypedDict):
-    total: Annotated[_Done, _in_order]
-    current: Annotated[_Done, _in_order]
+    total: Annotated[_Done, _IN_ORDER]
+    current: Annotated[_Done, _IN_ORDER]
 
 
 class _StartedProgress(TypedDict):
-    total: Annotated[_Started, _in_order]
-    current: Annotated[_Started, _in_order]
+    total: Annotated[_Started, _IN_ORDER]
+    current: Annotated[_Started, _IN_ORDER]
 
 
 class _Progress(TypedDict):
-    total: Annotated[_Processed, _in_order]
-    current: Annotated[_Processed, _in_order]
+    total: Annotated[_Processed, _IN_ORDER]
+    current: Annotated[_Processed, _IN_ORDER]
 
 
 class _BatchProgress(_Progress):

@@ -19,7 +19,7 @@ from fsspec.implementations.local import LocalFileSystem
 from typing_extensions import TypedDict
 
 from ..flags import did_you_mean
-from ..foreign import Count, NotAPlainFileError, PlainName, Positive, Range, open_plain, problem
+from ..foreign import Count, NotAPlainFileError, PlainName, Positive, Range, Unlike, open_plain, problem
 from .checked_io import Files, resolve
 from .errors import CheckpointError, NewerFormatError, damage
 from .single_file import is_archive, manifest_text, pickle_in, size_of
@@ -260,11 +260,7 @@ def _manifest(fields: dict[str, Any]) -> Manifest:
     return Manifest(**fields)
 
 
-def _is_not_reserved(name: str) -> str | None:
-    return f"is {name!r}, a name that checkpoints don't have" if is_reserved(name) else None
-
-
-CheckpointName = Annotated[PlainName, _is_not_reserved]
+CheckpointName = Annotated[PlainName, Unlike(_RESERVED, "a name that checkpoints don't have")]
 """The type of a published checkpoint's name, which is not that of a save's leftover."""
 
 

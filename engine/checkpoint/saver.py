@@ -32,7 +32,7 @@ from ..distributed.waits import waiting
 from .checked_io import Files, resolve
 from .dcp_storage import Index, Writer, write_whole
 from .errors import CheckpointError, damage
-from .manifest import RANKS, REST, Manifest, parse_manifest, read_manifest
+from .manifest import RANKS, REST, Manifest, read_manifest
 from .opening import Wants, check_content, check_written, open_directory, wrong_files
 from .publish import begin, discard, publish, remove, update_link
 from .single_file import wrong_in
@@ -274,11 +274,11 @@ class AsyncCheckpointer:
         if wrong := sorted({*chain.from_iterable(by_rank)}):
             raise damage(path, "; ".join(wrong))
 
-    def note_file(self, path: str, text: str) -> None:
-        """Records that a checkpoint was written as one file with the manifest `text`; called by all ranks."""
+    def note_file(self, path: str, manifest: Manifest) -> None:
+        """Records that a checkpoint was written as one file; called by all ranks."""
         self.newest, self.has_failed = path, False
         if self.on_published is not None and self._ranks().rank == 0:
-            self.on_published(path, parse_manifest(text.encode(), path))
+            self.on_published(path, manifest)
 
     def collect(self, value: Any) -> list[Any]:
         """Gathers `value` of all ranks on rank 0, with tensors in host memory; other ranks must not use the result."""

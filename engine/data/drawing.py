@@ -61,7 +61,7 @@ def _generator_of(sampler: Any) -> torch.Generator | None:
 
 def _is_torchs(sampler: Any) -> bool:
     """Whether a sampler is torch's: it uses only torch's generators, and after its first item only one of its own."""
-    return type(sampler) in _TORCHS + classes_of_torchdata("sampler", "RandomSampler")
+    return type(sampler) in _TORCHS or type(sampler) in classes_of_torchdata("sampler", "RandomSampler")
 
 
 def state_of(sampler: Any) -> Any:

@@ -114,8 +114,9 @@ def even_batches_of(loader: Any) -> EvalBatchSampler | None:
 
 def is_custom(batch_sampler: Any) -> bool:
     """Whether a batch sampler is of the user's own class: its batches stay as they are."""
-    standard = BatchSampler, *classes_of_torchdata("sampler", "BatchSampler")
-    return batch_sampler is not None and type(batch_sampler) not in standard
+    if batch_sampler is None or type(batch_sampler) is BatchSampler:
+        return False
+    return type(batch_sampler) not in classes_of_torchdata("sampler", "BatchSampler")
 
 
 def check_length(order: Any) -> None:

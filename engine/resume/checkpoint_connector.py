@@ -241,7 +241,7 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
         failed = [f"rank {rank} could not write: {text}" for rank, text in enumerate(failures) if text is not None]
         if failed:
             raise CheckpointError(f"The checkpoint {path} could not be saved: {'; '.join(failed)}.")
-        self.saver.note_file(path, text)
+        self.saver.note_file(path, manifest)
 
     def _save_directory(
         self, checkpoint: dict[str, Any], path: str, about: dict[str, Any], *, link: str | None, in_background: bool

@@ -261,9 +261,9 @@ class DataPosition:
                 " load only the weights to begin an epoch."
             )
         self.data_sets.resume(loader, state, in_mid_epoch=in_mid_epoch)
-        order = state.get("order") or {}
-        if "begun" in order and (state["saved_by"] == self.trainer.data_size or self.trainer.data_rank == 0):
-            self._epoch_starts.append((loader, order))  # the seed of its workers was drawn before
+        drawn = state.get("order") or {}
+        if "begun" in drawn and (state["saved_by"] == self.trainer.data_size or self.trainer.data_rank == 0):
+            self._epoch_starts.append((loader, drawn))  # the seed of its workers was drawn before
         if not isinstance(loader, DataLoader):
             kept = self._watched[id(loader)] = self._watched_of(loader)
             if in_mid_epoch:
@@ -274,15 +274,15 @@ class DataPosition:
                 state = {**state, "state": None}
         if state["unit"] == "stateful":
             self._set_progress(_resume_stream(loader, state, self.trainer, self.epoch, self._saved_batches))
-        elif state["unit"] is not None and isinstance(loader, DataLoader) and order_of(loader) is not None:
-            self._resume_order(loader, state)
+        elif state["unit"] is not None and isinstance(loader, DataLoader) and (order := order_of(loader)) is not None:
+            self._resume_order(loader, order.num_replicas, state)
         elif state.get("position"):
             raise ValueError(
                 f"The checkpoint was saved after {state['position']} of {state['length']} {state['unit']} of the epoch,"
                 f" but this run's {type(loader).__name__} has no order of samples that could be continued: use the"
                 " DataLoader of that run, or load only the weights to begin an epoch."
             )
-        elif order and isinstance(loader, DataLoader):
+        elif drawn and isinstance(loader, DataLoader):
             self._begin_users_order(loader, state)
 
     def _begin_users_order(self, loader: DataLoader, state: dict[str, Any]) -> None:
@@ -296,14 +296,11 @@ class DataPosition:
         if callable(set_epoch := getattr(sampler, "set_epoch", None)):
             set_epoch(state["epoch"])  # Lightning's own call comes after workers have got their first indices
 
-    def _resume_order(self, loader: DataLoader, state: dict[str, Any]) -> None:
-        order = order_of(loader)
-        assert order is not None
-        sharing = order.num_replicas
+    def _resume_order(self, loader: DataLoader, sharing: int, state: dict[str, Any]) -> None:
         _check_sharing(state, sharing, self.trainer.data_size)
         position = EpochPosition.resumed(loader, sharing, state)
         if state["per_step"] == list(position.per_step):
-            position.count(self._saved_batches)
+            position.batches = self._saved_batches
         elif state["position"] and isinstance(loader, UnevenTrainLoader):
             raise ValueError(
                 "The checkpoint was saved in mid-epoch, with another batch size than this run's: ranks with their own"

@@ -134,7 +134,7 @@ class RunHistory:
 
     def _write_index(self) -> None:
         assert self._index is not None
-        self._index.write((entry.path, entry.manifest) for entry in self._entries if entry.manifest is not None)
+        self._index.write([(entry.path, entry.manifest) for entry in self._entries if entry.manifest is not None])
 
     def take_over(self) -> None:
         """Reads as the new rank 0, after the loss of the former one, what that one knew of the run's folder."""

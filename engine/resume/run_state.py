@@ -377,7 +377,7 @@ def _changed(now: dict[str, bool], first: dict[str, bool], before: dict[str, boo
 
 def layout_of(trainer: Any) -> dict[str, int]:
     """Returns the sizes of the mesh's axes, without those of size 1."""
-    return {axis: size for axis, size in trainer.layout.axes.items() if size > 1}
+    return {axis: size for axis, size in adapt(trainer.strategy).layout.axes.items() if size > 1}
 
 
 def to_last_step(loops: dict[str, Any], engine_state: dict[str, Any]) -> Literal["end", "nothing"] | None:
