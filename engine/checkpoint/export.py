@@ -23,9 +23,9 @@ from .checked_io import Files, resolve, sync
 from .dcp_storage import SAFETENSORS, bytes_of, header_bytes
 from .errors import CheckpointError
 from .opening import weights_of
-from .saver import AsyncCheckpointer
+from .saver import load_checkpoint
 from .single_file import OURS, SUFFIXES
-from .state_tree import NAMES, to_lightning
+from .state_tree import NAMES
 from .whole import whole_checkpoint
 
 __all__ = ["check_target", "configuration_of", "export"]
@@ -96,7 +96,7 @@ def export(
                 _write_text(folder, name, text)
         return [name for name in left_out if name.startswith(prefix)]
     if suffix == ".ckpt":
-        content = to_lightning(_load(path, weights_only))
+        content = load_checkpoint(path, weights_only=weights_only)
         # The same place as in the engine's own files.
         content.setdefault(OURS, {})[NAMES] = content.pop(NAMES)
         with _writing(fs, target) as name:
@@ -169,13 +169,6 @@ def _weights(path: str, weights_only: bool, adapters: Adapters | None) -> tuple[
     weights = {name: (value.to("meta"), function) for name, (value, function) in read.items()}
     adapters = adapters or Adapters.of(content.get("callbacks"))
     return weights, [name for name in state if name not in weights], adapters
-
-
-def _load(path: str, weights_only: bool) -> dict[str, Any]:
-    fs, fs_path = resolve(path)
-    if fs.isfile(fs_path):
-        return whole_checkpoint(path, weights_only)
-    return AsyncCheckpointer().load(path, weights_only=weights_only, alone=True)
 
 
 def _save(content: dict[str, Any], name: str) -> None:

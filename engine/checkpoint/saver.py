@@ -237,7 +237,7 @@ class AsyncCheckpointer:
         """
         self.finish()
         group = SELF if alone else self._ranks()
-        manifest = _call_on_rank_0(group, lambda: read_manifest(path))
+        manifest = group.call_on_first(lambda: read_manifest(path))
         share = (group.rank, group.size)
         wrong = sorted(chain.from_iterable(group.all_gather_object(wrong_files(path, manifest, share))))
         if wrong:
@@ -294,7 +294,7 @@ class AsyncCheckpointer:
 
     def agree(self, function: Callable[[], Any]) -> Any:
         """Calls `function` on rank 0 and returns its result on each rank; if it raises, all ranks raise that error."""
-        return _call_on_rank_0(self._ranks(), function)
+        return self._ranks().call_on_first(function)
 
     def _ranks(self) -> ObjectGroup:
         """Returns `ranks`, or a separate gloo group, whose collectives can't mix with those of training.
@@ -331,16 +331,16 @@ class AsyncCheckpointer:
     def _write(self, job: _Job, group: ObjectGroup) -> None:
         started = time.monotonic()
         tensors = _call_on_all(group, job.tensors)
-        staging = _call_on_rank_0(group, lambda: begin(job.path))
+        staging = group.call_on_first(lambda: begin(job.path))
         files = Files(staging)
         try:
             index: Index = {}  # full on rank 0
             if _writes_shards(group):
                 index = _write_shards(tensors, files, group)
             else:
-                _call_on_rank_0(group, lambda: index.update(_write_shards(tensors, files, SELF)))
+                group.call_on_first(lambda: index.update(_write_shards(tensors, files, SELF)))
             of_ranks = group.gather_object((files.written, job.of_rank))
-            _call_on_rank_0(group, lambda: self._publish(job, files, index, of_ranks))
+            group.call_on_first(lambda: self._publish(job, files, index, of_ranks))
         except BaseException:
             if group.rank == 0:
                 discard(staging)
@@ -421,10 +421,6 @@ def _of_all(of_ranks: list[tuple[Any, bytes]], world_size: int) -> tuple[bytes, 
     return _packed(states), structure_of(states)
 
 
-# --- calls on rank 0
-# Calls a function on rank 0 or on all ranks; if it raises on one rank, all ranks raise an error.
-
-
 def _call_on_all(group: ObjectGroup, function: Callable[[], Any]) -> Any:
     """Calls `function` on each rank; if it raises on one rank, all ranks raise a CheckpointError."""
     result, error = None, None
@@ -435,21 +431,6 @@ def _call_on_all(group: ObjectGroup, function: Callable[[], Any]) -> Any:
     for rank, message in enumerate(group.all_gather_object(None if error is None else repr(error))):
         if message is not None:
             raise CheckpointError(f"rank {rank} could not copy its tensors: {message}") from error
-    return result
-
-
-def _call_on_rank_0(group: ObjectGroup, function: Callable[[], Any]) -> Any:
-    """Calls `function` on rank 0 and returns its result on all ranks; if it raises, all ranks raise that error."""
-    result: Any = None
-    error: Exception | None = None
-    if group.rank == 0:
-        try:
-            result = function()
-        except Exception as raised:
-            error = raised
-    result, error = group.broadcast_object((result, error))
-    if error is not None:
-        raise error
     return result
 
 

@@ -1,5 +1,6 @@
 """Object collectives: collectives of plain values between the hosts, in which accelerators take no part."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -75,6 +76,20 @@ class ObjectGroup:
         if self.size > 1:
             dist.broadcast_object_list(values, group=self.process_group, group_src=0)
         return values[0]
+
+    def call_on_first(self, function: Callable[[], Any]) -> Any:
+        """Calls `function` on the first rank, and returns its result, or raises its error, on all ranks."""
+        result: Any = None
+        error: Exception | None = None
+        if self.rank == 0:
+            try:
+                result = function()
+            except Exception as raised:
+                error = raised
+        result, error = self.broadcast_object((result, error))
+        if error is not None:
+            raise error
+        return result
 
     def all_gather_ints(self, value: int) -> list[int]:
         """Returns the numbers of all ranks, in rank order, on every rank; one all-reduce of 8 bytes a rank."""
