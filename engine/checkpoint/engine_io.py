@@ -7,6 +7,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from ..distributed.object_group import num_ranks
 from .checked_io import resolve
+from .errors import missing
 from .manifest import is_checkpoint, is_directory, is_torch_file, path_status, read_manifest
 from .saver import AsyncCheckpointer, load_checkpoint
 from .single_file import MANIFEST_KEY, OURS
@@ -48,7 +49,7 @@ class EngineIO(TorchCheckpointIO):
             return load_checkpoint(path, weights_only=weights_only)
         fs, fs_path = resolve(path)
         if not fs.exists(fs_path):
-            raise FileNotFoundError(f"Checkpoint file not found: {path}")  # as in Lightning's `TorchCheckpointIO`
+            raise missing(path)
         is_lazy = num_ranks() > 1 and is_checkpoint(path)  # each rank reads only its part
         checkpoint = read_file(path, weights_only, lazily=is_lazy, map_location=map_location or "cpu")
         check_file_state(checkpoint, path, takes_edits=True)

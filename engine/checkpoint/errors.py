@@ -2,7 +2,7 @@
 
 from ..foreign import for_terminal
 
-__all__ = ["CheckpointError", "NewerFormatError", "damage"]
+__all__ = ["CheckpointError", "NewerFormatError", "damage", "missing"]
 
 
 class CheckpointError(ValueError):
@@ -19,6 +19,11 @@ def damage(path: object, what: str) -> CheckpointError:
     error = CheckpointError(f"The checkpoint {path} is damaged: {what.rstrip('.')}.")
     error.is_damage = True
     return error
+
+
+def missing(path: object, where: str = "") -> FileNotFoundError:
+    """Returns the error for a path at which there is nothing; it begins as Lightning's does."""
+    return FileNotFoundError(f"Checkpoint file not found{where}: {path}")
 
 
 class NewerFormatError(CheckpointError):

@@ -31,7 +31,7 @@ from ..distributed.object_group import SELF, ObjectGroup, num_ranks
 from ..distributed.waits import waiting
 from .checked_io import Files, resolve
 from .dcp_storage import Index, Writer, write_whole
-from .errors import CheckpointError, damage
+from .errors import CheckpointError, damage, missing
 from .manifest import RANKS, REST, Manifest, read_manifest
 from .opening import Wants, check_content, check_written, open_directory, wrong_files
 from .publish import begin, discard, publish, remove, update_link
@@ -270,7 +270,7 @@ class AsyncCheckpointer:
         if None in by_rank:
             ranks = [str(rank) for rank, wrong in enumerate(by_rank) if wrong is None]
             where = "" if len(ranks) == group.size else f" on ranks {', '.join(ranks)}"
-            raise FileNotFoundError(f"Checkpoint file not found{where}: {path}")
+            raise missing(path, where)
         if wrong := sorted({*chain.from_iterable(by_rank)}):
             raise damage(path, "; ".join(wrong))
 
