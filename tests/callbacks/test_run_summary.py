@@ -11,6 +11,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Timer
+from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.tuner import Tuner
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.data import DataLoader, TensorDataset
@@ -65,7 +66,7 @@ def lines(capsys):
 
 def test_it_is_short_and_says_where_everything_is(capsys, tmp_path):
     best = ModelCheckpoint(monitor="val/loss", filename="best")
-    run(val=DATA, callbacks=[best])
+    run(val=DATA, callbacks=[best], logger=TensorBoardLogger(os.getcwd(), version="mine"))
     said = lines(capsys)
     assert len(said) <= 1 + 8
     assert max(map(len, said)) <= 100
@@ -73,8 +74,8 @@ def test_it_is_short_and_says_where_everything_is(capsys, tmp_path):
     assert re.fullmatch(
         r"3 steps in [\d.]+ s, \d+% of it waiting for data; [\d,.]+ samples/s, peak memory .+ [MG]B", said[1]
     )
-    assert re.fullmatch(r"best val/loss [\de.-]+: lightning_logs/version_0/checkpoints/best.ckpt", said[2])
-    assert said[3] == "logs: lightning_logs/version_0   checkpoints: lightning_logs/version_0/checkpoints"
+    assert re.fullmatch(r"best val/loss [\de.-]+: lightning_logs/mine/checkpoints/best.ckpt", said[2])
+    assert said[3] == "logs: lightning_logs/mine   checkpoints: lightning_logs/mine/checkpoints"
     assert said[4] == "to go on, with a larger max_epochs:"
 
 
@@ -224,8 +225,8 @@ def test_ctrl_c_says_what_was_saved(capsys):
     with pytest.raises(SystemExit):
         run(callbacks=[Ends(ctrl_c), ModelCheckpoint(every_n_train_steps=1, filename="{step}")])
     assert lines(capsys)[1:] == [
-        "Stopped by Ctrl-C after 2 steps. The last checkpoint is lightning_logs/version_0/checkpoints/step=1.ckpt",
-        "to go on: engine.fit(..., ckpt_path='lightning_logs/version_0/checkpoints/step=1.ckpt')",
+        "Stopped by Ctrl-C after 2 steps. The last checkpoint is lightning_logs/version_1/checkpoints/step=1.ckpt",
+        "to go on: engine.fit(..., ckpt_path='lightning_logs/version_1/checkpoints/step=1.ckpt')",
     ]
 
 
