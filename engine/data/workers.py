@@ -50,14 +50,15 @@ def has_workers(loader: Any) -> bool:
 
 
 def end_workers(loader: Any) -> None:
-    """Ends a loader's workers at the end of a run, as Lightning does for torch's loader.
+    """Ends a loader's workers at the end of a run, or when another loader replaces it.
 
-    Of torchdata's loader it only drops the iterator, which `Workers` refers to. The garbage collector would end the
-    workers later, at any moment, after their queues: it would wait for 5 s per worker.
+    Lightning does so at the end of a run, for torch's loader; of torchdata's it drops the iterator alone. The garbage
+    collector would end the workers later, at any moment, after their queues: it would wait for 5 s per worker.
     """
     iterator = getattr(loader, "_iterator", None)
     if isinstance(iterator, _TakesStates):
         iterator._shutdown_workers()
+        loader._iterator = None
 
 
 class Workers:

@@ -12,6 +12,7 @@ from .._compat.lightning import _FitLoop, _MockOptimizer
 from ..data.epoch_position import tell_batch_sampler
 from ..data.exhausted import ends_with_data
 from ..data.stateful import starts_iterator
+from ..data.workers import end_workers
 from ..strategies.averages import follow_until_first_update, resume_schedules
 from .runs import hide_tree_warnings, why_empty
 
@@ -77,11 +78,15 @@ class FitLoop(_FitLoop):
             # the loaders, at the start of their order.
             self._combined_loader, self.has_restored_position = None, False
         is_first = self._combined_loader is None
+        former = [] if self._combined_loader is None else self._combined_loader.flattened
         self.trainer._data_connector.begin_training_loaders()  # type: ignore[attr-defined]
         with hide_tree_warnings():
             super().setup_data()
         trainer: Any = self.trainer
         if not is_first and self._combined_loader is not None:
+            for loader in former:
+                if all(loader is not other for other in self._combined_loader.flattened):
+                    end_workers(loader)
             for loader in self._combined_loader.flattened:  # Lightning sets the epoch of all other samplers next
                 tell_batch_sampler(loader, trainer._data_connector.data_position.epoch)
         if is_first:

@@ -216,3 +216,32 @@ def test_workers_of_torchdatas_loader_end_with_the_run(limit, persistent):
     for _ in range(2):
         engine(max_epochs=1, limit_train_batches=limit).fit(Trains(), loader)
         assert set(multiprocessing.active_children()) <= before
+
+
+def test_workers_end_when_another_loader_replaces_theirs():
+    """Else the garbage collector waits for 5 s for each of them, at any moment of the run."""
+    before = set(multiprocessing.active_children())
+
+    class Module(Trains):
+        def train_dataloader(self) -> Any:
+            return DataLoader(Augmented(), 2, num_workers=2, persistent_workers=True)
+
+        def on_train_epoch_end(self) -> None:
+            assert len(set(multiprocessing.active_children()) - before) == 2
+
+    engine(max_epochs=3, reload_dataloaders_every_n_epochs=1).fit(Module())
+    assert set(multiprocessing.active_children()) <= before
+
+
+def test_workers_stay_when_the_same_loader_is_returned_again():
+    loader, workers = DataLoader(Augmented(), 2, num_workers=1, persistent_workers=True), set()
+
+    class Module(Trains):
+        def train_dataloader(self) -> Any:
+            return loader
+
+        def on_train_epoch_end(self) -> None:
+            workers.update(process.pid for process in loader._iterator._workers)
+
+    engine(max_epochs=3, reload_dataloaders_every_n_epochs=1).fit(Module())
+    assert len(workers) == 1
