@@ -183,7 +183,7 @@ def page(folder: Path) -> str:
 
 _ABOVE = f"""# Training data after a stop in mid-epoch
 
-What a resumed run trains on, found by training on it; in short: [training data](../../benchmarks/results/data-cpu.md).
+What a resumed run trains on, found by training on it; in short: [training data](../../docs/data.md).
 
     python -m tests.docs.data_matrix
 
