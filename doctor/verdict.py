@@ -161,14 +161,13 @@ def _table(verdict: Verdict) -> Table:
     shown = ranks if len(ranks) <= 8 else [*ranks[:4], *ranks[-4:]]
     for rank in shown:
         table.add_column(f"rank {rank}", justify="right")
-    for phase in figures.mean_shares():
-        shares = [figures.share(phase, rank) for rank in shown]
-        if max(shares) > _SHOWN:
-            table.add_row(name(phase), *(f"{share:.1%}" for share in shares))
-    hidden = [phase for phase in PHASES if max(figures.share(phase, rank) for rank in shown) <= _SHOWN]
-    others = [sum(figures.share(phase, rank) for phase in hidden) for rank in shown]
-    if max(others) >= _LEAST_SHOWN:
-        table.add_row("other", *(f"{share:.1%}" for share in others))
-    sums = [sum(figures.share(phase, rank) for phase in PHASES) for rank in shown]
-    table.add_row("all", *(f"{total:.1%}" for total in sums))
+    shares = {phase: [figures.share(phase, rank) for rank in shown] for phase in figures.mean_shares()}
+    rows = {name(phase): of_ranks for phase, of_ranks in shares.items() if max(of_ranks) > _SHOWN}
+    sums = [sum(of_phases) for of_phases in zip(*shares.values(), strict=True)]
+    hidden = [of_ranks for phase, of_ranks in shares.items() if name(phase) not in rows]
+    others = [sum(of_phases) for of_phases in zip(*hidden, strict=True)]
+    if max(others, default=0.0) >= _LEAST_SHOWN:
+        rows["other"] = others
+    for label, values in {**rows, "all": sums}.items():
+        table.add_row(label, *(f"{value:.1%}" for value in values))
     return table

@@ -1,5 +1,6 @@
 """Rules about the accelerator of a rank: reads that wait for it, its memory, its clock."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import median
 
@@ -251,7 +252,8 @@ def dead_parameters(figures: Figures, threshold: float) -> Finding | None:
     if not dead or min(num_looks) < threshold:
         return None
     is_cut = figures.info.layout.get("pp", 1) > 1  # a rank has only the parameters of its stage
-    names = [name for name in dict.fromkeys(n for part in dead for n in part) if is_cut or all(name in p for p in dead)]
+    num_ranks = Counter(name for of_rank in dead for name in of_rank)
+    names = [name for name, number in num_ranks.items() if is_cut or number == len(dead)]
     if not names:
         return None
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""

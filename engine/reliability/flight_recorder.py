@@ -284,25 +284,22 @@ def _missing_calls(key: str, records: Mapping[int, dict[str, Any]]) -> list[str]
     last = _last_numbers(key, records)
     if not calls or len(members) < 2:
         return []
-    number = min(last.values()) + 1 if min(last.values()) < max(last.values()) else max(last.values())
+    number = min(min(last.values()) + 1, max(last.values()))  # the first that some have not called, or else the last
     present = {rank: call for rank, call in calls.get(number, {}).items() if rank in last}
     absent = [rank for rank in last if last[rank] < number]
-    waiting = [rank for rank in present if not present[rank]["is_done"]]
+    is_pending = not all(call["is_done"] for call in present.values())
     unreported = [rank for rank in members if rank not in records]
     # A rank without a report counts as missing from a pending collective, or, if none is pending, from the last call.
     is_last = all(record["calls"] and next(reversed(record["calls"])) == key for record in records.values())
-    if not present or not (absent or (unreported and (waiting or is_last))):
+    if not present or not (absent or (unreported and (is_pending or is_last))):
         return []
     call = present[min(present)]
     text = f"{in_words(sorted(present))} called {_shown(call)}, number {number} of group {call['group']!r}"
     if absent:
         latest = calls.get(last[absent[0]], {}).get(absent[0])
-        ended = (
-            ""
-            if latest is None
-            else f"; the last call of rank {absent[0]} there is {_shown(latest)}, number {last[absent[0]]}"
-        )
-        text += f", which {in_words(absent)} did not{ended}"
+        text += f", which {in_words(absent)} did not"
+        if latest is not None:
+            text += f"; the last call of rank {absent[0]} there is {_shown(latest)}, number {last[absent[0]]}"
     if unreported:
         text += f"; nothing is known of {in_words(unreported)}"
     return [text]
