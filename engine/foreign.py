@@ -51,8 +51,9 @@ class NotAPlainFileError(ValueError):
 
 def is_plain_name(name: Any) -> bool:
     """Whether `name` is the plain name of a file in a folder: no path that could lead out of it, nor commands."""
-    is_short = type(name) is str and 0 < len(name) <= 255
-    return is_short and name not in (".", "..") and not {*name} & {"/", "\\"} and not NOT_SHOWN.search(name)
+    if type(name) is not str or name in ("", ".", "..") or {*name} & {"/", "\\", "\n"} or NOT_SHOWN.search(name):
+        return False
+    return len(os.fsencode(name)) <= 255  # the most that file systems take, of bytes
 
 
 def open_plain(path: str, flags: int = 0) -> IO[bytes]:

@@ -179,6 +179,16 @@ def _of_its_groups(state: _NamedState) -> str | None:
     return None if all(map(is_optimizers_own, others)) else "has the state of a parameter of none of its groups"
 
 
+class _Best(TypedDict):
+    path: str
+    value: float
+
+
+def _has_best(states: dict[Any, Any]) -> str | None:
+    """The state of `Snapshot`, which is empty without a metric."""
+    return problem(best, _Best, "of Snapshot") if (best := states.get("Snapshot")) else None
+
+
 _Fit = TypedDict(
     "_Fit",
     {
@@ -187,7 +197,7 @@ _Fit = TypedDict(
         "global_step": Count,
         "state_dict": dict[str, Any],
         "loops": _Loops,
-        "callbacks": dict,  # a callback may name its state by something else than a string
+        "callbacks": Annotated[dict, _has_best],  # a callback may name its state by something else than a string
         "optimizer_states": list[dict[str, Any]],
         "lr_schedulers": list[dict | None],
     },

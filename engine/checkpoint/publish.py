@@ -489,7 +489,7 @@ def _take(root: str, folder: str | os.PathLike[str]) -> IO[str]:
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
         raise _not_ours(root)
-    stream = os.fdopen(handle, "r+")
+    stream = os.fdopen(handle, "r+", errors="replace")
     holder = stream.read(1000)
     try:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)

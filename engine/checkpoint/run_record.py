@@ -9,6 +9,7 @@ import logging
 import os
 import uuid
 import zlib
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from fsspec.implementations.local import LocalFileSystem
@@ -111,6 +112,11 @@ def replace_file(path: str, content: bytes) -> None:
         return
     os.makedirs(os.path.dirname(fs_path), exist_ok=True)
     fresh = f"{fs_path}.{uuid.uuid4().hex[:12]}"
-    with open(fresh, "xb") as stream:
-        stream.write(content)
-    os.replace(fresh, fs_path)
+    try:
+        with open(fresh, "xb") as stream:
+            stream.write(content)
+        os.replace(fresh, fs_path)
+    except OSError:  # the disk is full
+        with suppress(OSError):
+            os.remove(fresh)
+        raise

@@ -130,14 +130,33 @@ def check_archive(stream: Any) -> zipfile.ZipInfo:
     size = stream.seek(0, os.SEEK_END)
     stream.seek(0)
     with zipfile.ZipFile(stream) as archive:
-        records = archive.infolist()
+        records, start = archive.infolist(), archive.start_dir
+    is_torchs = _is_torchs_list(stream, start)
     stream.seek(0)
+    if not is_torchs:
+        raise ValueError("it has two lists of records")
     if sum(info.file_size for info in records) > size:
         raise ValueError("its records are larger than the file")
     pickles = [info for info in records if info.filename.endswith("/data.pkl")]
     if len(pickles) != 1 or pickles[0].file_size > _PICKLE_MOST_BYTES:
         raise ValueError("it has not one pickle, of at most a gibibyte")
     return pickles[0]
+
+
+def _is_torchs_list(stream: Any, start: int) -> bool:
+    """Whether torch reads the same list of records as `zipfile`, which has found it at `start`.
+
+    `zipfile` reads what lies before the end of the list, and torch goes where that end says.
+    """
+    stream.seek(start)
+    content = stream.read()
+    end = content.rfind(b"PK\x05\x06")
+    place = content[end + 16 : end + 20]
+    if content[end - 20 : end - 16] == b"PK\x06\x07":  # a second end, for large files: its position, and then it
+        if int.from_bytes(content[end - 12 : end - 4], "little") != start + end - 76:
+            return False
+        place = content[end - 28 : end - 20]
+    return int.from_bytes(place, "little") == start
 
 
 def pickle_in(stream: Any) -> bytes:

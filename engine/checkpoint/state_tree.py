@@ -187,20 +187,21 @@ def excess(value: Any, most_values: int, most_bytes: int) -> str | None:
     Args:
         value: nested value.
         most_values: the most values that a walk through it may meet.
-        most_bytes: the most bytes that its tensors may have beyond those that are stored.
+        most_bytes: the most bytes that its tensors may have; elements that a tensor repeats count each time.
     """
     numbers: dict[int, int] = {}
     around: set[int] = set()
     waiting: list[tuple[Any, Any]] = [(value, None)]
-    num_bytes = 0
+    num_bytes, stored_bytes = 0, dict[int, int]()
     while waiting:
         part, inner = waiting.pop()
         key = id(part)
         if isinstance(part, Tensor) and key not in numbers:
             numbers[key] = 1
-            if part.layout == torch.strided and not part.is_meta:
-                logical = math.prod(part.shape) * part.element_size()
-                num_bytes += max(0, logical - part.untyped_storage().nbytes())
+            if is_plain(part) and not part.is_meta:
+                storage = part.untyped_storage()
+                stored_bytes[storage._cdata] = storage.nbytes()
+                num_bytes += max(0, math.prod(part.shape) * part.element_size() - storage.nbytes())
         if inner is not None:  # all that lies in it is counted
             around.remove(key)
             number = 1 + sum([numbers.get(id(item), 1) for item in inner])
@@ -219,6 +220,7 @@ def excess(value: Any, most_values: int, most_bytes: int) -> str | None:
             waiting += [(item, None) for item in inner if isinstance(item, (*_CONTAINERS, Tensor))]
     if numbers.get(id(value), 1) > most_values:
         return f"repeats values, so that it has more than {most_values:,}"
+    num_bytes += sum(stored_bytes.values())
     return "has tensors that are larger than the file" if num_bytes > most_bytes else None
 
 

@@ -6,10 +6,12 @@ import pickle
 import re
 import zipfile
 from collections.abc import Callable
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch._weights_only_unpickler
 from fsspec.implementations.local import LocalFileSystem
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, TypedStorage, UntypedStorage, nn
@@ -33,6 +35,7 @@ from .strided_shards import reading_plan
 __all__ = [
     "PICKLE",
     "NotPlainError",
+    "bound_calls",
     "check_file_state",
     "load_archive",
     "names_in",
@@ -190,9 +193,11 @@ def load_archive(
     except (zipfile.BadZipFile, ValueError) as error:
         raise damage(path, f"{name} can't be read: {error}") from None
     stream.seek(0)
+    bound_calls()
     try:
         source = stream if mapped_path is None else mapped_path
         value = torch.load(source, map_location=map_location, weights_only=weights_only, mmap=mapped_path is not None)
+        wrong = excess(value, max(_MANY_VALUES, 4 * pickled_bytes), size + _MANY_BYTES)
     except pickle.UnpicklingError as refused:
         raise NotPlainError.for_path(path, refused) from None
     except Exception as error:  # torch's unpickler raises many types for invalid content
@@ -200,9 +205,30 @@ def load_archive(
             raise
         reason = next(iter(str(error).splitlines()), "")[:300]
         raise damage(path, f"{type(error).__name__}: {reason}") from error
-    if wrong := excess(value, max(_MANY_VALUES, 4 * pickled_bytes), size + _MANY_BYTES):
+    if wrong:
         raise damage(path, f"{name} {wrong}")
     return value
+
+
+@cache
+def bound_calls() -> None:
+    """Bounds the functions that torch's unpickler of plain values calls with any arguments that a file has.
+
+    A codec may take hours for a short text, or double it each time, and `bytearray` takes a number of bytes to fill.
+    """
+    allowed = torch._weights_only_unpickler._get_allowed_globals()
+    allowed.update({"_codecs.encode": _encode, "builtins.bytearray": _bytearray})
+
+
+def _encode(text: Any, encoding: Any) -> bytes:
+    """Returns the bytes that pickle has written as a text."""
+    if type(text) is not str or encoding not in ("latin1", "latin-1"):
+        raise ValueError("it encodes a text otherwise than pickle encodes bytes")
+    return text.encode("latin1")
+
+
+def _bytearray(content: Any = b"", *encoding: Any) -> bytearray:
+    return bytearray(content if type(content) is bytes else _encode(content, *encoding))
 
 
 def refusal_of(checkpoint: dict[str, Any]) -> str | None:

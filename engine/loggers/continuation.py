@@ -14,10 +14,12 @@ A run that was stopped before its first snapshot is identified by its record, be
 
 import csv
 import inspect
+import io
 import json
 import os
 import re
 import time
+import uuid
 from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -37,7 +39,7 @@ from ..checkpoint.folder_index import FolderIndex
 from ..checkpoint.retention import list_entries
 from ..checkpoint.run_record import read_record, replace_file
 from ..distributed.environment import restart_count
-from ..foreign import Count, Range, is_plain_name, problem
+from ..foreign import Count, Range, for_terminal, is_plain_name, open_plain, problem
 
 __all__ = ["LogContinuation", "kind_of"]
 
@@ -188,6 +190,7 @@ class _CSV(_Versions):
 
     def open(self, logger: Any) -> None:
         if logger._experiment is None:  # Lightning: None until the first use
+            _move_unreadable(os.path.join(logger.log_dir, ExperimentWriter.NAME_METRICS_FILE))
             logger._experiment = _ContinuedWriter(log_dir=logger.log_dir)
 
     def position(self, logger: Any) -> Any:
@@ -211,6 +214,24 @@ class _CSV(_Versions):
         if not writer._fs.isfile(writer.metrics_file_path):
             return []
         return writer._fs.cat_file(writer.metrics_file_path).splitlines(keepends=True)
+
+
+def _move_unreadable(path: str) -> None:
+    """Renames a local file to which rows can't be added: a damaged one, a pipe, or a link to somebody else's."""
+    try:
+        if "://" in path or not os.path.lexists(path):
+            return
+        with open_plain(path, os.O_NOFOLLOW) as stream:
+            rows = csv.reader(io.TextIOWrapper(stream, encoding="utf-8", newline=""))
+            num_columns = len(next(rows, ()))
+            if all(len(row) <= num_columns for row in rows):
+                return
+        reason = "it has more values in a row than columns"
+    except (OSError, ValueError, csv.Error) as error:
+        reason = str(error)
+    aside = f"{path}.damaged-{uuid.uuid4().hex[:12]}"
+    os.rename(path, aside)
+    rank_zero_warn(for_terminal(f"{path} is not continued: {reason}. It was renamed to {aside}."))
 
 
 class _ContinuedWriter(ExperimentWriter):
@@ -503,7 +524,7 @@ class LogContinuation:
 
     def open(self) -> None:
         """Called before any logger writes."""
-        for number in self._adopted:
+        for number in self._adopted if self._trainer.is_global_zero else ():
             logger, kind = self._logger(number)
             kind.open(logger)
 

@@ -18,7 +18,7 @@ from lightning.pytorch.core import saving
 from ..checkpoint import CheckpointError, is_directory, load_checkpoint
 from ..checkpoint.manifest import damage
 from ..checkpoint.single_file import OURS
-from ..checkpoint.whole import NotPlainError, read_file
+from ..checkpoint.whole import NotPlainError, bound_calls, read_file
 
 __all__: list[str] = []
 
@@ -90,6 +90,7 @@ def _opened(path: Any, map_location: Any, weights_only: bool | None) -> Any:
     if not isinstance(path, (str, Path)):  # an open file
         return _load_file(path, map_location, weights_only)
     if str(path).startswith("http"):
+        bound_calls()
         try:  # Lightning's default there is to run the code in a file
             return _load_file(path, map_location, weights_only is not False)
         except pickle.UnpicklingError as refused:

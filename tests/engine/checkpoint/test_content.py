@@ -20,7 +20,7 @@ from polyphase.callbacks import Snapshot
 from polyphase.engine.checkpoint import CheckpointError, commands, load_checkpoint
 from polyphase.engine.checkpoint.dcp_storage import Chunk, StoredTensor, check_index
 from polyphase.engine.checkpoint.single_file import manifest_text
-from polyphase.engine.checkpoint.state_tree import excess
+from polyphase.engine.checkpoint.state_tree import excess, structure_of
 from polyphase.engine.data.drawing import restore_sampler
 
 from ...pairs import nightly
@@ -214,8 +214,11 @@ def test_what_is_too_much():
     for _ in range(100_000):
         deep = [deep]
     assert "nested more than 200 deep" in str(excess({"state": [deep]}, 1 << 20, 0))
-    assert "larger than the file" in str(excess([torch.zeros(1).expand(1000)], 100, 3995))
-    assert excess([torch.zeros(1).expand(1000)], 100, 3996) is None
+    assert "larger than the file" in str(excess([torch.zeros(1).expand(1000)], 100, 3999))
+    assert excess([torch.zeros(1).expand(1000)], 100, 4000) is None
+    assert "larger than the file" in str(excess([torch.zeros(1000)], 100, 3999))  # a file may say so of any memory
+    with warnings.catch_warnings(action="ignore"):  # torch: nested tensors are a prototype
+        assert excess([torch.nested.nested_tensor([torch.zeros(1), torch.zeros(2)])], 100, 0) is None
 
 
 def test_a_compressed_file_is_not_inflated(tmp_path):
@@ -376,3 +379,20 @@ def test_a_file_that_was_edited_is_one_of_lightnings(tmp_path):
 def test_a_checkpoint_that_is_not_there_is_not_found(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"Checkpoint file not found: .*nowhere\.ckpt"):
         engine(max_steps=1).fit(Scheduled(), rows(), ckpt_path=tmp_path / "nowhere.ckpt")
+
+
+@pytest.mark.parametrize("best", [{"value": 1.0}, {"path": 5, "value": 1.0}, {"path": "x", "value": "y"}, [1]])
+def test_the_best_snapshot_is_a_path_and_a_value(run, tmp_path, best):
+    folder = copied(run, tmp_path / "run")
+    path = folder / "snapshots" / "step=4"
+    content = torch.load(path / "rest.pt", weights_only=True)
+    content["callbacks"]["Snapshot"] = best
+    torch.save(content, path / "rest.pt")
+    said = json.loads((path / "MANIFEST.json").read_text())
+    said["structures"]["rest.pt"] = structure_of(content)
+    seal(path, said)
+    assert commands.main(["verify", str(path)]) == 1
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        fit(folder, 6, resume="auto")
+    assert any("of Snapshot" in str(warning.message) for warning in seen)

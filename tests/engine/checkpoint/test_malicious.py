@@ -112,6 +112,40 @@ def repacked(archive: bytes, draw: random.Random) -> bytes:
     return stream.getvalue()
 
 
+HUGE = b"\x8a\x08" + (10**12).to_bytes(8, "little")
+CALLS = {
+    "bytearray": named("builtins", "bytearray") + HUGE + b"\x85R",
+    "quadratic": named("_codecs", "encode") + text("a" * 60_000) + text("punycode") + b"\x86R",
+    "doubling": named("_codecs", "encode") * 2 + text("a") + text("latin1") + b"\x86R" + text("hex") + b"\x86R",
+    "memory": named("torch", "Tensor") + b"J" + (1 << 26).to_bytes(4, "little") + b"\x85R",  # pages nobody has written
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_functions_of_plain_values_are_not_called_with_anything(tmp_path, name):
+    path = Path(save(tmp_path / "x", 1))
+    plain = pickle.dumps({}, protocol=2)
+    content = (
+        plain[:2] + b"}" + text("pytorch-lightning_version") + text("2.6.6") + b"s" + text("x") + CALLS[name] + b"s."
+    )
+    for file in (tmp_path / "x.ckpt", path / "rest.pt"):
+        with zipfile.ZipFile(file, "w") as archive:
+            archive.writestr("archive/data.pkl", content)
+            archive.writestr("archive/version", "3\n")
+    seal(path)
+    for checkpoint in (tmp_path / "x.ckpt", path):
+        with pytest.raises(CheckpointError, match=r"damaged: .*(than pickle encodes|encoding|larger than the file)"):
+            load_checkpoint(checkpoint)
+    with pytest.raises(CheckpointError, match="damaged"):
+        Regression.load_from_checkpoint(tmp_path / "x.ckpt")
+
+
+def test_bytes_of_a_callback_are_plain_values(tmp_path):
+    values = {"pytorch-lightning_version": "2.6.6", "x": [b"\xff\x00", bytearray(b"\xff"), bytearray(), {1}]}
+    torch.save(values, tmp_path / "x.ckpt")
+    assert load_checkpoint(tmp_path / "x.ckpt")["x"] == values["x"]
+
+
 def assert_commands_refuse(path: Path, folder: Path, capsys: Any) -> None:
     for words in (["verify", path], ["inspect", path], ["export", path, "--to", folder / "out.ckpt"]):
         assert commands.main([str(word) for word in words]) == 1 or words[0] == "inspect"
@@ -287,3 +321,19 @@ def test_no_pickle_is_left_but_what_torch_reads_as_plain_values(tmp_path):
     for name in ("rest.pt", "ranks.pt"):
         torch.load(path / name, weights_only=True)
     assert Files(path).read("tensors.json").startswith(b"{")
+
+
+def test_a_file_in_which_torch_reads_other_records_than_we_is_damaged(tmp_path):
+    """Of records that only torch reads, no size and no checksum would be checked."""
+    path = tmp_path / "x.ckpt"
+    torch.save({"pytorch-lightning_version": "2.6.6"}, path)
+    content = bytearray(path.read_bytes())
+    place = len(content) - 34  # where torch is told to find the end of the list of records
+    position = int.from_bytes(content[place : place + 8], "little")
+    content[place : place + 8] = bytes(8)
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match="two lists of records"):
+        load_checkpoint(path)
+    content[place : place + 8] = position.to_bytes(8, "little")
+    path.write_bytes(content)
+    assert load_checkpoint(path)["pytorch-lightning_version"] == "2.6.6"

@@ -14,9 +14,10 @@ from polyphase.engine.checkpoint import CheckpointError, find, is_checkpoint, lo
 from polyphase.engine.checkpoint.checked_io import Files
 from polyphase.engine.checkpoint.manifest import MANIFEST
 from polyphase.engine.checkpoint.publish import begin, check_files, discard, publish, remove, update_link, writing_file
+from polyphase.engine.checkpoint.run_record import replace_file
 
 from ...distributed import in_a_fork
-from .sample_checkpoints import manifest
+from .sample_checkpoints import manifest, seal
 
 
 @pytest.fixture(params=["local", "memory"])
@@ -314,3 +315,27 @@ def test_a_link_in_the_place_of_a_file_is_not_followed(tmp_path):
     with pytest.raises(FileExistsError), Files(tmp_path).writing("rest.pt") as stream:
         stream.write(b"ours")
     assert (tmp_path / "mine").read_text() == "mine"
+
+
+def test_a_lock_file_of_bytes_is_named_and_not_changed(tmp_path):
+    (tmp_path / ".lock").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(CheckpointError, match="not a lock file of Polyphase"):
+        lock(tmp_path)
+    assert (tmp_path / ".lock").read_bytes() == b"\xff\xfe\x00"
+
+
+@pytest.mark.parametrize("name", ["é" * 200, "two\nlines"], ids=["of too many bytes", "of two lines"])
+def test_a_leftover_of_a_name_that_no_file_can_have_stops_no_run(tmp_path, name):
+    path = make(f"{tmp_path}/x")
+    os.rename(path, tmp_path / ".saving-0123")
+    said = json.loads((tmp_path / ".saving-0123" / MANIFEST).read_text())
+    seal(tmp_path / ".saving-0123", {**said, "name": name})
+    assert repair(tmp_path) == []
+    assert names(tmp_path) == []
+
+
+def test_a_small_file_that_could_not_be_written_leaves_nothing(tmp_path):
+    (tmp_path / ".run.json").mkdir()
+    with pytest.raises(OSError, match="directory"):
+        replace_file(f"{tmp_path}/.run.json", b"content")
+    assert names(tmp_path) == [".run.json"]

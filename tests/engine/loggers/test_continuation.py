@@ -167,3 +167,38 @@ def test_a_position_of_wandb_that_is_none_is_refused(position):
         kind.checked(position)
     rows = {"next": 3, "recent": [[2, 1, {"loss": "nan"}]]}
     assert kind.checked(rows)["recent"][0][:2] == (2, 1)
+
+
+def of_bytes(path: Path) -> None:
+    path.write_bytes(path.read_bytes().replace(b"epoch", b"ep\xffch"))
+
+
+def of_long_rows(path: Path) -> None:
+    path.write_bytes(path.read_bytes().replace(b"\r\n", b",1,2,3\r\n").replace(b",1,2,3", b"", 1))
+
+
+def of_a_long_field(path: Path) -> None:
+    path.write_bytes(b"x" * 200_000 + b"," + path.read_bytes())
+
+
+def a_link(path: Path) -> None:
+    path.rename(path.parent / "others.csv")
+    path.symlink_to("others.csv")
+
+
+def a_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize("damage", [of_bytes, of_long_rows, of_a_long_field, a_link, a_pipe])
+def test_rows_are_not_added_to_a_file_that_has_no_place_for_them(tmp_path, damage):
+    train(tmp_path, CSVLogger(tmp_path, name="logs"), 4, snapshots())
+    folder = tmp_path / "logs" / "version_0"
+    damage(folder / "metrics.csv")
+    before = {name: content for name, content in logs(folder).items() if name != "metrics.csv"}
+    with pytest.warns(UserWarning, match=r"metrics.csv is not continued: .* renamed to .*\.damaged-"):
+        train(tmp_path, CSVLogger(tmp_path, name="logs"), 6, snapshots(), resume="auto")
+    assert (folder / "metrics.csv").read_text().splitlines()[1:]
+    assert not (folder / "metrics.csv").is_symlink()
+    assert are_kept(before, folder)
