@@ -151,7 +151,7 @@ ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
     "torch.distributed:Reducer": ("_rebuild_buckets", "_reset_state"),
     "torch.optim.lr_scheduler": ("_opt_called",),
     "torch.optim._muon": ("_adjust_lr", "_single_tensor_muon", "_zeropower_via_newtonschulz"),
-    "torch.optim:Optimizer": ("_optimizer_step_post_hooks",),
+    "torch.optim:Optimizer": ("_optimizer_step_post_hooks", "_optimizer_step_pre_hooks"),
     "torch.utils.data:DataLoader": ("_auto_collation", "_dataset_kind"),
     "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter": (
         "_get_data",

@@ -92,6 +92,8 @@ class Zero1(DDP):
         self._owned: dict[str, Tensor] = {}
         self._updates: CountingGroup | None = None
         self._hooks: list[RemovableHandle] = []
+        self._hidden_by: dict[Optimizer, int] = {}
+        """The key of the hook before the steps of each optimizer that is divided."""
         self._undivided: list[Optimizer] = []
         self._stepped: list[Tensor] = []
         self._aside: list[tuple[Tensor, Tensor | None]] = []
@@ -143,9 +145,16 @@ class Zero1(DDP):
                 )
                 continue
             self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
+            self._hidden_by[optimizer] = self._hooks[-1].id
             self._hooks.append(optimizer.register_step_post_hook(self._after_step))
             # torch: first of all, so that hooks of the user see all parameters as they are after the step.
             optimizer._optimizer_step_post_hooks.move_to_end(self._hooks[-1].id, last=False)  # type: ignore[attr-defined]
+
+    def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Steps; hooks before the step that the user has added since see all gradients."""
+        if optimizer in self._hidden_by:  # torch: the order of the hooks
+            optimizer._optimizer_step_pre_hooks.move_to_end(self._hidden_by[optimizer])  # type: ignore[attr-defined]
+        return super().optimizer_step(optimizer, *args, **kwargs)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Returns an optimizer's state of this rank's own parameters, of which a checkpoint is put together."""
@@ -165,6 +174,7 @@ class Zero1(DDP):
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        self._hidden_by.clear()
         super().teardown()
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:

@@ -9,7 +9,7 @@ import contextvars
 import functools
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -383,12 +383,13 @@ class AttributeGuard:
         parameter = self._module.get_submodule(key[0])._parameters.get(key[1])
         needed = {*writers, *(() if parameter is None else self._plan.holders.get(parameter, ()))}
         if not needed <= stages and any(key in writes.states for writes in by_stage.values()):
-            raise CutError(self._conflict_text(key, writers))
+            raise CutError(self.conflict_text(key, writers))
         if len(stages) < len(by_stage):
             self._stages_with_value[key] = stages
             self._writers.setdefault(key, writers[segments[0]])
 
-    def _conflict_text(self, key: Key, writers: dict[int, str]) -> str:
+    def conflict_text(self, key: Key, writers: Mapping[int, str]) -> str:
+        """Returns the message for state that several stages write, each with what writes it, in words."""
         part, name = self._module.get_submodule(key[0]), ".".join(filter(None, key))
         kind = "buffer" if key[1] in part._buffers else "parameter" if key[1] in part._parameters else "attribute"
         writers_text = " and ".join(f"{code} on pipeline stage {stage}" for stage, code in sorted(writers.items()))

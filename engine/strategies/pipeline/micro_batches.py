@@ -184,7 +184,7 @@ def buffers_warning(module: nn.Module, written: Iterable[Key], number: int) -> s
     """
     parts = dict(module.named_modules())
     names = [
-        f"{name}.{attribute}"
+        ".".join(filter(None, (name, attribute)))
         for name, attribute in sorted(written)
         if attribute in parts[name]._buffers and not isinstance(parts[name], _BatchNorm)
     ]

@@ -10,26 +10,19 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from ...distributed.object_group import ObjectGroup
-from .attribute_writes import AttributeGuard, StageWrites
+from .attribute_writes import AttributeGuard, Key, StageWrites
+from .collectives import NoCollectives
 from .parameter_writes import ParameterWrites
 from .plan import StagePlan
+from .reachable_state import sums
 from .received_values import BorrowedParameters, FilledTensors
+from .remote_values import CutError
 from .shapes import Shapes
 
 if TYPE_CHECKING:
     from .stage_module import StageModule
 
-import sys
-import threading
-import types
-
-import torch.distributed as dist
-from torch.distributed import distributed_c10d
-
-from ..._compat.torch import _functional_collectives
-from .remote_values import CutError, is_of_dtensor, is_of_fsdp, is_of_program, users_line
-
-__all__ = ["NoCollectives", "PartitionedModule", "StepJob"]
+__all__ = ["PartitionedModule", "StepJob"]
 
 
 @dataclasses.dataclass
@@ -111,6 +104,8 @@ class PartitionedModule:
         self.borrowed = BorrowedParameters(module, allowed=lends)
         self.buffer_stages: dict[str, int] = {}
         """Maps the name of a buffer to the one stage that writes it."""
+        self._sums: dict[str, Any] | None = None
+        """Sums of each buffer at the start of training."""
         self.numbers = {unit: number for number, unit in enumerate(unit for stage in plan.stages for unit in stage)}
         self.parts = {part: name for name, part in module.named_modules()}
         """The first name of each sub-module."""
@@ -143,6 +138,45 @@ class PartitionedModule:
             num_ranks: number of ranks of the pipeline.
         """
         return held | {name: stage % num_ranks for name, stage in self.buffer_stages.items()}
+
+    def note_buffers(self) -> None:
+        """Called on all ranks when the values of buffers are equal on them: at the start of training."""
+        named = self.module.named_buffers(remove_duplicate=False)
+        self._sums = {name: sums(buffer) for name, buffer in named}
+
+    def find_writers(self, ranks: ObjectGroup) -> list[Key]:
+        """Finds the buffers that some ranks alone have written since; all ranks of the pipeline call it.
+
+        The steps that were recorded show what they wrote, but not what others write: every tenth one, or one whose
+        values are large. Of what a single rank has written this one has the value of one process.
+
+        Args:
+            ranks: the ranks of the pipeline.
+
+        Returns:
+            The buffers that were not known to be written.
+
+        Raises:
+            CutError: several ranks have written a buffer, each its own.
+        """
+        if self._sums is None:
+            return []
+        now = {name: sums(buffer) for name, buffer in self.module.named_buffers(remove_duplicate=False)}
+        changed = {name: value for name, value in now.items() if name in self._sums and self._sums[name] != value}
+        of_ranks = ranks.all_gather_object(changed)
+        written: list[Key] = []
+        for name in dict.fromkeys(name for of_rank in of_ranks for name in of_rank):
+            writers = [rank for rank, of_rank in enumerate(of_ranks) if name in of_rank]
+            first, *others = (of_ranks[rank][name] for rank in writers)
+            part, _, attribute = name.rpartition(".")
+            is_by_all = len(writers) == len(of_ranks) and all(other == first for other in others)
+            if is_by_all or (part, attribute) in self.guard.written:
+                continue
+            if others:
+                raise CutError(self.guard.conflict_text((part, attribute), dict.fromkeys(writers, "a step")))
+            written.append((part, attribute))
+            self.buffer_stages[name] = writers[0]
+        return written
 
     def state_dict(self, ranks: ObjectGroup, num_ranks: int) -> dict[str, Any]:
         """Returns the module's state dict, in which each stage has filled in what is neither parameter nor buffer.
@@ -220,85 +254,3 @@ class _UnitForward:
             with self._partitioned.inside():
                 return self.original(*args, **kwargs)
         return part.call(self._unit, self._stage, self.original, args, kwargs)
-
-
-# --- the refusal of collectives of the user's step and of its backward, other than `self.all_gather`
-# The stages of a pipeline come to such a call at different times, or not at all, so the job would wait for the rest of
-# its `timeout_s`. Ranks that run the same stage with other samples come to it together, but run the step different
-# numbers of times: in trial runs, and with batches of other sizes. `self.all_gather` takes care of both.
-#
-# Functions of `torch.distributed` call one function each before they begin, which is replaced while a step runs. So a
-# call is seen in every batch, however the user has imported it, and other operations of the step cost nothing. Backward
-# may run in threads of torch's autograd, which begin with the user's function or hook.
-
-
-_MODES = ("__torch_function__", "__torch_dispatch__")
-"""Methods of a user's mode of torch, around `fit` for example: a call of the engine's passes through them, too."""
-
-
-class NoCollectives:
-    """A context of a batch that raises an error where the user's code begins a collective of several ranks.
-
-    Args:
-        is_running: whether the stages run. After them, hooks of parameters may compute with split gradients, which the
-            ranks with the other parts do, too.
-    """
-
-    def __init__(self, is_running: Callable[[], bool]) -> None:
-        self._is_running = is_running
-        self._originals: tuple[Callable[..., Any], Callable[..., Any]]
-        self._begin: Any = None
-        """The frame that has entered the context: the user's code is called by what this calls."""
-        self._is_paused = False
-        """Whether the engine communicates in the step."""
-
-    def __enter__(self) -> None:
-        self._begin = sys._getframe(1)
-        # torch: what its functions call with the group of ranks.
-        self._originals = distributed_c10d._rank_not_in_group, _functional_collectives._resolve_group
-        distributed_c10d._rank_not_in_group = self._checking(self._originals[0])
-        _functional_collectives._resolve_group = self._checking(self._originals[1])
-
-    def __exit__(self, *error: object) -> None:
-        distributed_c10d._rank_not_in_group, _functional_collectives._resolve_group = self._originals
-        self._begin = None
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Context around a collective of the engine."""
-        self._is_paused = True
-        try:
-            yield
-        finally:
-            self._is_paused = False
-
-    def _checking(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def check(group: Any, *args: Any) -> Any:
-            caller = sys._getframe(1)
-            is_question = caller.f_code.co_name.startswith("get_")  # such as dist.get_rank()
-            if not (is_question or self._is_paused or _is_alone(group)) and self._is_of_user(caller):
-                raise CutError(
-                    f"{users_line()} communicates with other ranks ({caller.f_code.co_name}), which in a pipeline come"
-                    " to this place of the step at another time or not at all. Communicate in a hook, such as"
-                    " on_train_batch_end, which all ranks call once a batch; log values with"
-                    " `self.log(..., sync_dist=True)`; gather values of the ranks with other samples by"
-                    " `self.all_gather`; or choose another strategy, such as 'fsdp'."
-                )
-            return original(group, *args)
-
-        return check
-
-    def _is_of_user(self, frame: types.FrameType | None) -> bool:
-        """Whether the user's step, or its backward, makes a call; not FSDP2, nor a thread of the user's own."""
-        is_user = False
-        caller = frame
-        while frame is not None and frame is not self._begin:
-            if frame.f_code.co_filename == threading.__file__:
-                return False
-            is_user |= is_of_program(frame) and frame.f_code.co_name not in _MODES
-            frame = frame.f_back
-        return is_user and not is_of_fsdp(caller) and (self._is_running() or not is_of_dtensor(caller))
-
-
-def _is_alone(group: Any) -> bool:
-    return isinstance(group, dist.ProcessGroup) and group.size() == 1

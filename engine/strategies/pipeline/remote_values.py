@@ -42,6 +42,7 @@ __all__ = [
     "RemoteValueMode",
     "ValueSignature",
     "has_absent",
+    "is_between",
     "is_of_dtensor",
     "is_of_fsdp",
     "is_of_program",
@@ -110,6 +111,12 @@ def is_users(frame: types.FrameType) -> bool:
 def is_of_program(frame: types.FrameType) -> bool:
     """As `is_users`, without Python's own library, such as `contextlib` between two functions of the engine."""
     return is_users(frame) and package_of(frame.f_code.co_filename) != "python"
+
+
+def is_between(frame: types.FrameType) -> bool:
+    """Whether a frame is one of torch, or of Python's own library, by which one piece of code calls another."""
+    file = frame.f_code.co_filename
+    return file.startswith((NOT_THE_USERS[0], "<")) or package_of(file) == "python"
 
 
 def users_line() -> str:

@@ -20,6 +20,7 @@ from torch import Tensor
 from ...checkpoint.rng import derive_seed, get_random_state, seed_all, set_random_state
 from ...compression import CountingGroup
 from ...distributed.object_group import ObjectGroup
+from .attribute_writes import Key
 from .log import StepLog, idle_text, share_metrics, unshare_metrics
 from .micro_batches import (
     batch_norm_warning,
@@ -152,6 +153,7 @@ class Runner:
         """Whether `loss_warning` may run the last stage by itself."""
         self.scale: Callable[[Tensor], Tensor] = lambda loss: loss
         """Multiplies the loss of a backward by the loss scale, if there is one."""
+        self._told: set[Key] = set()
         self._num_full = 0
         """The number of micro-batches of a full batch: the most that a batch was cut into."""
         self._full_size = 0
@@ -271,6 +273,21 @@ class Runner:
                 rank_zero_warn(text)
         work.log.replay(calls)
         return result
+
+    def warn_of_buffers(self, written: Sequence[Key]) -> None:
+        """Warns once of each buffer that steps of training have written, and the recorded ones have not."""
+        new = [key for key in written if key not in self._told]
+        self._told.update(new)
+        plan, parts = self.partitioned.plan, dict(self.module.named_modules())
+        names = [".".join(filter(None, key)) for key in new if len(plan.modules[parts[key[0]]]) > 1]
+        if names:
+            rank_zero_warn(
+                f"the step writes into the buffer {names[0]!r} on one stage of a pipeline only, and not in the first"
+                " batch, which shows what stages write: other stages that read it have had its earlier value. Write it"
+                " in each batch, as with `torch.where`, or in a hook, such as on_train_batch_end."
+            )
+        if text := buffers_warning(self.module, new, self._num_full):
+            rank_zero_warn(text)
 
     @contextmanager
     def _running(self, job: StepJob, log: StepLog) -> Any:

@@ -15,7 +15,7 @@ Once for each new shape of a batch: a trial forward pass, in which all stages le
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -44,6 +44,7 @@ from ..optimizer_trial import habits_of
 from ..options import PPDDPOptions, PPFSDPOptions, PPOptions
 from ..replaced_parameters import Replacements
 from ..units import CompiledBlock, named_blocks, shard_units
+from .collectives import NoSumsOfGradients
 from .gradients import StageGradients
 from .partitioned_module import PartitionedModule, StepJob
 from .plan import StagePlan, plan_stages, replace_absent
@@ -89,6 +90,7 @@ class Pipeline(MeshStrategy):
         self._counting_hook: AllReduceHook | None = None
         self._shard_group: CountingGroup | None = None
         self._runner: Any = None
+        self._while_training = ExitStack()
         self._tied: dict[tuple[int, ...], CountingGroup] = {}
         self._partitioned: PartitionedModule | None = None
         self._parts: list[StageModule] = []
@@ -420,10 +422,24 @@ class Pipeline(MeshStrategy):
             )
         job.is_agreed = True
 
+    def on_train_start(self) -> None:
+        """Called when everything is restored."""
+        super().on_train_start()
+        self._partitioned.note_buffers()  # type: ignore[union-attr]
+        of_stage = [self.global_rank] if self.data_group is None else dist.get_process_group_ranks(self.data_group)
+        self._while_training.enter_context(NoSumsOfGradients(of_stage))
+
     def on_train_end(self) -> None:
-        """Logs how long the ranks were idle."""
+        """Logs how long the ranks were idle, and warns of buffers that late steps have written."""
         super().on_train_end()
+        self._while_training.close()
+        self._find_writers()
         self._runner.report(self._stage_ranks)
+
+    def _find_writers(self) -> None:
+        """Finds the ranks whose values of buffers count, where the first batches did not show it."""
+        written = self._partitioned.find_writers(self._stage_ranks)  # type: ignore[union-attr]
+        self._runner.warn_of_buffers(written)
 
     def end_evaluation(self) -> None:
         """Frees gathered parameters, as under `fsdp`."""
@@ -432,6 +448,7 @@ class Pipeline(MeshStrategy):
 
     def teardown(self) -> None:
         """Removes from the module what was attached to it."""
+        self._while_training.close()
         if self._runner is not None:
             self._runner.close()
         if self.loss_scaler is not None:
@@ -451,6 +468,7 @@ class Pipeline(MeshStrategy):
         """Returns a state dict of the module, with shapes in place of buffers that another stage writes."""
         if self._partitioned is None:  # the process that has started the ranks, which returned their state to it
             return module.state_dict()
+        self._find_writers()
         state = self._partitioned.state_dict(self._stage_ranks, self.layout.pp)
         owners = self._partitioned.owners(self._buffer_owners, self.layout.pp)
         others = {name for name, rank in owners.items() if rank != self._stage_rank}
@@ -473,6 +491,7 @@ class Pipeline(MeshStrategy):
         """Returns all weights on rank 0, in host memory; all ranks call it."""
         assert self.lightning_module is not None
         owners = {name: ranks[0] for name, ranks in self._holders.items()}
+        self._find_writers()
         owners |= self._partitioned.owners(self._buffer_owners, self.layout.pp)  # type: ignore[union-attr]
         state = self._partitioned.state_dict(self._stage_ranks, self.layout.pp)  # type: ignore[union-attr]
         return gather_state(state, owners, self._group, sends=self.data_rank == 0, device=self.root_device)

@@ -47,6 +47,7 @@ from ..contents import begin_count, in_tuples, num_writes
 from ..fsdp.shard_checks import explained
 from ..fsdp.strategy import FSDP
 from ..options import FSDPOptions, FSDPTPOptions, HSDPOptions, HSDPTPOptions, TPOptions
+from ..pipeline.collectives import NoSharedSamples
 from ..pipeline.remote_values import is_users
 from ..step_guard import StepSnapshot
 from ..whole_steps import plain_as_replicas
@@ -101,6 +102,7 @@ class TensorParallel(FSDP):
         self._while_running = contextlib.ExitStack()
         self._is_inner = False
         self._replicated: list[Any] = []
+        self._collectives: NoSharedSamples
 
     def __repr__(self) -> str:
         name = self._names[type(self.options)]
@@ -166,6 +168,7 @@ class TensorParallel(FSDP):
         """Splits the module, unless an earlier `fit` has, and creates the optimizers of the split parameters."""
         install_operator_rules()
         self._while_running.callback(restore_operator_rules)
+        self._collectives = NoSharedSamples(self.layout.num_sharing, self.split_axis)
         super().setup(trainer)
         self._equalise_random_state()
         assert self.model is not None
@@ -239,7 +242,12 @@ class TensorParallel(FSDP):
         marked = super()._mark_in_step(step)
 
         def plain(*args: Any, **kwargs: Any) -> Any:
-            with plain_as_replicas(), _explaining_dtensor(self._refusal), explained(self.model, repr(self)):
+            with (
+                plain_as_replicas(),
+                self._collectives,
+                _explaining_dtensor(self._refusal),
+                explained(self.model, repr(self)),
+            ):
                 result = self._run_or_replicate(marked, args, kwargs)
                 _give_plain_gradients(result)
                 return to_plain(result)
@@ -289,7 +297,7 @@ class TensorParallel(FSDP):
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Runs backward; as in forward, the user's own plain tensors count as replicas."""
         _give_plain_gradients(closure_loss)  # for steps with manual optimization
-        with plain_as_replicas(), _explaining_dtensor(self._refusal):
+        with plain_as_replicas(), self._collectives, _explaining_dtensor(self._refusal):
             loss = super().backward(closure_loss, *args, **kwargs)
         if not self._is_inner or self.synchronises_always:
             self._reduce_replicated_gradients()

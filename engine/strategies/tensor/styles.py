@@ -27,7 +27,7 @@ from ..._compat.torch import (
     tree_map_only,
 )
 from ..contents import Contents, in_tuples
-from ..pipeline.remote_values import is_users
+from ..pipeline.remote_values import CutError, is_users
 
 __all__ = [
     "EmbeddingParallel",
@@ -232,6 +232,8 @@ def cause_of(error: BaseException | None) -> str:
 
 def may_be_dtensors(error: Exception) -> bool:
     """Whether `error` may come from an operation of DTensor's, which may fail in any way, or on the local tensors."""
+    if isinstance(error, CutError):  # a refusal
+        return False
     return is_raised_by_dtensor(error) or (isinstance(error, RuntimeError) and not _is_raised_by_user(error))
 
 

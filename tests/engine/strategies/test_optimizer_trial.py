@@ -199,6 +199,108 @@ def test_what_reads_other_parameters_now_and_then_is_seen(make, width):
     assert "steps a parameter by what it knows of others too" in habits_of(make(three_groups(width))).of_others
 
 
+class NormAfterWarmUp(Scaled):
+    """Counts in its own attribute, long after any trial of single steps has ended."""
+
+    def scale(self, group, p):
+        return 1.0 if self.num_steps < 5000 else 1 / self.norm()
+
+
+class NormAtIntervals(Scaled):
+    """Counts in a tensor of each parameter's state, as Adam does."""
+
+    def scale(self, group, p):
+        count = self.state[p].setdefault("step", torch.zeros(()))
+        count += 1
+        return 1.0 if count % 500 else 1 / self.norm()
+
+
+class NormByGroupCount(Scaled):
+    def scale(self, group, p):
+        if p is group["params"][0]:
+            group["count"] = group.get("count", 0) + 1
+        return 1.0 if group["count"] < 200 else 1 / self.norm()
+
+
+class SkipsWhatIsNotFinite(Scaled):
+    def scale(self, group, p):
+        return 1.0 if self.norm().isfinite() else 0.0
+
+
+class NormOfMarkedOnes(Scaled):
+    """Goes by an attribute that its user has given to some parameters."""
+
+    def __init__(self, params):
+        super().__init__(params)
+        for group in self.param_groups:
+            group["params"][-1].is_last = True
+
+    def scale(self, group, p):
+        return 1 / self.norm(lambda p: hasattr(p, "is_last")) if hasattr(p, "is_last") else 1.0
+
+
+LATE_READERS = (NormAfterWarmUp, NormAtIntervals, NormByGroupCount, SkipsWhatIsNotFinite, NormOfMarkedOnes)
+
+
+@pytest.mark.parametrize("width", [8, 300])
+@pytest.mark.parametrize("make", LATE_READERS)
+def test_what_reads_others_late_or_by_what_parameters_are_is_seen(make, width):
+    assert "steps a parameter by what it knows of others too" in habits_of(make(three_groups(width))).of_others
+
+
+class NormOfVeryLargeOnes(Scaled):
+    def scale(self, group, p):
+        return 1.0 if p.numel() <= 10**6 else 1 / self.norm(lambda p: p.numel() > 10**6)
+
+
+def test_what_reads_others_of_a_million_values_is_seen():
+    assert "by what it knows of others too" in habits_of(NormOfVeryLargeOnes(three_groups(1100))).of_others
+
+
+class Extrapolates(Scaled):
+    """Each parameter by its own gradient, but at the place where all have been moved to, as SAM without its norm."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        with torch.enable_grad():
+            closure()
+        known = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        before = [p.clone() for p in known]
+        for p in known:
+            p.add_(p.grad, alpha=0.01)
+        with torch.enable_grad():
+            closure()
+        for p, value in zip(known, before, strict=True):
+            p.copy_(value - 0.05 * p.grad)
+
+
+def test_what_has_gradients_computed_at_other_weights_needs_all_parameters():
+    habits = habits_of(Extrapolates(three_groups(8)))
+    assert not habits.of_others  # each stage of a pipeline moves its own
+    assert habits.of_others_or_state == (
+        "Extrapolates changes all parameters within a step, and then computes gradients there"
+    )
+
+
+class CountsOften(Scaled):
+    """Each parameter by itself, by numbers that look like counters: a bias correction, a list of its steps."""
+
+    def __init__(self, params):
+        super().__init__(params)
+        self.history = []
+
+    def scale(self, group, p):
+        state = self.state[p]
+        state["step"] = state.get("step", 0) + 1
+        self.history.append(state["step"])
+        return 1 / (1 - 0.9 ** state["step"]) + 1 / len(self.history[-1:])
+
+
+@pytest.mark.parametrize("width", [8, 300])
+def test_counters_of_parameters_that_are_stepped_alone_are_no_others(width):
+    assert not habits_of(CountsOften(three_groups(width))).of_others_or_state
+
+
 class Averages(Scaled):
     """Keeps averages of the weights, as schedule-free optimizers do, and those with an exponential moving average."""
 
