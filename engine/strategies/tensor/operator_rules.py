@@ -18,6 +18,18 @@ __all__ = ["install_operator_rules", "restore_operator_rules"]
 aten = torch.ops.aten
 _ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default
 _ATTENTION_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+_SCANS = (aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default)
+_ON_WHOLE = (
+    *(aten.any.default, aten.any.dim, aten.any.dims),
+    *(aten.nll_loss_forward.default, aten.nll_loss_backward.default),
+)
+"""Operators of which torch adds up what it may not: truth values, and means over the samples that count."""
+_LOSSES_BACKWARD = (
+    aten.mse_loss_backward.default,
+    aten.smooth_l1_loss_backward.default,
+    aten.huber_loss_backward.default,
+    aten.soft_margin_loss_backward.default,
+)
 _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.view_copy.default, aten.reshape.default)
 
 
@@ -30,8 +42,13 @@ def install_operator_rules() -> None:
     rules = dispatcher.sharding_propagator.op_strategy_funcs
     _register_attention()
     _register_chunked_loss()
+    _register_losses()
     for table, replacements in (
         (handlers, dict.fromkeys((_ATTENTION, _ATTENTION_BACKWARD), _with_mask_cut)),
+        (handlers, {aten._local_scalar_dense.default: _number}),
+        (rules, {operator: functools.partial(_scan, rules[operator]) for operator in _SCANS}),
+        (rules, {aten.fill_.Scalar: functools.partial(_fill, rules[aten.fill_.Scalar])}),
+        (rules, {operator: functools.partial(_on_whole, rules[operator]) for operator in _ON_WHOLE}),
         (rules, {operator: functools.partial(_view, rules[operator]) for operator in _VIEWS}),
         (
             rules,
@@ -97,6 +114,49 @@ def _chunked_loss(x: Any, weight: Any, target: Any, bias: Any, class_weights: An
     return [([Replicate()] * 4, tensors + [None] * len(rest))]
 
 
+@functools.cache
+def _register_losses() -> None:
+    """Registers rules for the backward of mean losses: torch divides a rank's part by the number of its own values."""
+    for operator in _LOSSES_BACKWARD:
+        register_sharding(operator)(_loss_backward)
+
+
+def _loss_backward(gradient: Any, x: Any, target: Any, reduction: Any, *rest: Any) -> Any:
+    return [([Replicate()], [Replicate()] * 3 + [None] * (1 + len(rest)))]
+
+
+def _number(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Reads a number on the host: that of the whole tensor, where torch has that of the rank's part."""
+    return operator(args[0].full_tensor())
+
+
+def _scan(rule: Callable[[OpSchema], Any], schema: OpSchema) -> Any:
+    """torch's rule for sums of all values before one, which takes a dim that is counted from the end for another."""
+    tensor, dim, *rest = schema.args_schema
+    assert isinstance(tensor, OpStrategy)
+    return rule(OpSchema(schema.op, (tensor, int(dim) % tensor.ndim, *rest), schema.kwargs_schema))  # type: ignore[call-overload]
+
+
+def _on_whole(rule: Callable[[OpSchema], Any], schema: OpSchema) -> Any:
+    """torch's rule for tensors that each rank has whole."""
+    return rule(OpSchema(schema.op, tuple(map(_as_whole, schema.args_schema)), schema.kwargs_schema))
+
+
+def _fill(rule: Callable[[OpSchema], Any], schema: OpSchema) -> Any:
+    """torch's rule for a write of a number; into a summand it would be added up, so that is torch's error."""
+    [tensor, *_] = schema.args_schema
+    assert isinstance(tensor, OpStrategy)
+    is_summand = any(placement.is_partial() for placement in tensor.strategies[0].output_spec.placements)
+    return _on_whole(rule, schema) if is_summand else rule(schema)
+
+
+def _as_whole(argument: Any) -> Any:
+    if not isinstance(argument, OpStrategy):
+        return argument
+    spec = argument.strategies[0].output_spec
+    return OpStrategy([OpSpec(DTensorSpec(spec.mesh, (Replicate(),) * len(spec.placements), spec.tensor_meta))])
+
+
 def _with_mask_cut(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs `operator` as DTensor does, by the rules above, and shards the mask, such as T5's positions, too.
 
@@ -123,7 +183,7 @@ def _view(rule: Callable[[OpSchema], Any], schema: OpSchema) -> Any:
     then has other elements, for example ``[..., 3 * heads * size]`` as ``[..., heads, 3 * size]``. torch's rule is
     right if the blocks become a separate dim, and the sharded dim gets an ordinary `Shard`.
     """
-    tensor, size, *rest = schema.args_schema
+    tensor, size, *_ = schema.args_schema
     assert isinstance(tensor, OpStrategy)
     spec = tensor.strategies[0].output_spec
     in_blocks = [i for i, placement in enumerate(spec.placements) if isinstance(placement, _StridedShard)]
@@ -135,8 +195,7 @@ def _view(rule: Callable[[OpSchema], Any], schema: OpSchema) -> Any:
     except (RuntimeError, KeyError):  # also of a view that joins the unequal parts of a dim with another dim
         if all(placement.is_replicate() for placement in spec.placements):
             raise
-    whole = DTensorSpec(spec.mesh, (Replicate(),) * len(spec.placements), spec.tensor_meta)
-    return rule(OpSchema(schema.op, (OpStrategy([OpSpec(whole)]), size, *rest), schema.kwargs_schema))
+    return _on_whole(rule, schema)
 
 
 def _is_kept(spec: DTensorSpec, axis: int, after: Placement, size: Any) -> bool:
