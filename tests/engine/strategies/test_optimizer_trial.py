@@ -5,10 +5,15 @@ import re
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from polyphase.engine.strategies.optimizer_trial import habits_of
+from tests.zoo.model import Model
+from tests.zoo.plain import rows
+from tests.zoo.run import run
+from tests.zoo.unusual import Blocks
 
 
 class Lamb(torch.optim.Optimizer):
@@ -355,3 +360,64 @@ def with_another_step(groups):
 )
 def test_what_looks_at_all_parameters_or_can_not_be_tried_out_is_said(make, reason):
     assert re.match(reason, habits_of(make(parameters())).of_others)
+
+
+class Shares(Scaled):
+    """Each rank steps every W-th parameter, and all send each other what they have, as some of Muon's do."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        with torch.enable_grad():
+            closure()
+        rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        for index, p in enumerate(p for group in self.param_groups for p in group["params"]):
+            if index % world_size == rank:
+                p.add_(torch.zeros_like(p) if p.grad is None else p.grad, alpha=-0.05)
+            if world_size > 1:
+                dist.broadcast(p, src=index % world_size)
+
+
+class WithShares(Blocks):
+    def configure_optimizers(self):
+        return Shares(self.parameters())
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "pp"])
+def test_an_optimizer_that_communicates_is_not_divided(strategy):
+    found = run(Model(WithShares, rows()), strategy)  # of zero1 a warning, which these tests make an error
+    assert "Shares communicates with other ranks in its step, each of which has to have all" in found.detail, found
+
+
+@pytest.mark.filterwarnings("ignore:strategy 'zero1_fork'. Shares communicates")
+def test_the_step_of_one_that_communicates_is_that_of_ddp():
+    assert run(Model(WithShares, rows()), "zero1").kind == "equal"
+
+
+class NormedByAHook(Blocks):
+    """A hook before the step that is registered last of all divides by one norm of all gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def on_train_batch_start(self, batch, batch_idx):
+        if batch_idx == 0:
+            optimizer = self.optimizers()
+            getattr(optimizer, "optimizer", optimizer).register_step_pre_hook(self.divided)
+
+    @staticmethod
+    def divided(optimizer, args, kwargs):
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+        for gradient in gradients:
+            gradient.div_(norm)
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+def test_a_late_hook_before_the_step_sees_all_gradients():
+    assert run(Model(NormedByAHook, rows()), "zero1").kind == "equal"

@@ -23,7 +23,7 @@ CLASSES = torch.arange(24) % 8
 
 def filled(x: Tensor) -> Tensor:
     total = x.sum(-1)
-    return total + torch.zeros_like(total).fill_(3.0)
+    return total + (total * 1).fill_(3.0)
 
 
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
