@@ -489,6 +489,45 @@ class TrustRatio(torch.optim.SGD):
         return loss
 
 
+class Ordered(nn.Module):
+    """As the gates of ordered neurons: each hidden unit is the sum of all before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(self.norm(x)).softmax(-1).cumsum(-1))
+
+
+class OrderedNeurons(Blocks):
+    block = Ordered
+
+
+class LooksAhead(torch.optim.SGD):
+    """The extragradient method: the gradient of a step is that at the place to which all parameters would move."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            loss = closure()
+        known = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        moves = [0.5 * p.grad for p in known]
+        for p, move in zip(known, moves, strict=True):
+            p.sub_(move)
+        with torch.enable_grad():
+            closure()
+        for p, move in zip(known, moves, strict=True):
+            p.add_(move)
+        super().step()
+        return loss
+
+
+class Extragradient(Blocks):
+    def configure_optimizers(self) -> Any:
+        return LooksAhead(self.parameters(), lr=0.05)
+
+
 class LARS(Blocks):
     def configure_optimizers(self) -> Any:
         return TrustRatio(self.parameters(), lr=0.05)
@@ -596,6 +635,8 @@ MODELS = {
     "deep supervision": Model(Supervised, rows(), "one head after each block"),
     "uncertainty weights": Model(Uncertain, rows(), "0-d parameters"),
     "orthogonal penalty": Model(Orthogonal, rows(), "over all matrices"),
+    "ordered neurons": Model(OrderedNeurons, rows(), "running sums of hidden units"),
+    "extragradient": Model(Extragradient, rows(), "gradients at the place ahead"),
     "LARS": Model(LARS, rows(), "norms that are read as numbers"),
     "schedule-free": Model(ScheduleFree, rows(), "weights swapped in hooks"),
     "adaptive clipping": Model(Centralised, rows(), "gradients of rows, in a hook"),

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..._compat.torch import _functional_collectives
 from .remote_values import CutError, is_between, is_of_dtensor, is_of_fsdp, is_of_program, users_line
@@ -206,18 +207,21 @@ class NoSharedSamples(_WatchedCollectives):
         """Whether two ranks of a group have the same samples, as far as the kind of group says so."""
         if self._num_sharing == 1:
             return False
-        if group is None:
+        mesh, axis = group if isinstance(group, tuple) else (group, 0)
+        if isinstance(mesh, DeviceMesh):
+            group = mesh.get_group(axis)
+        elif group is None:
             group = dist.group.WORLD
         if isinstance(group, dist.ProcessGroup):
             group = dist.get_process_group_ranks(group)
-        if not isinstance(group, list):  # the name of a group, or a part of a mesh
+        if not isinstance(group, list):  # the name of a group
             return True
         return len({rank // self._num_sharing for rank in group}) < len(group)
 
 
 def _is_called_by_program(frame: types.FrameType | None) -> bool:
     """Whether the user's code calls a function of torch, itself or through functions of torch alone."""
-    if is_of_fsdp(frame) or is_of_dtensor(frame):
+    if is_of_dtensor(frame) or is_of_fsdp(frame):
         return False
     while frame is not None and (is_between(frame) or frame.f_code.co_name in _MODES):
         frame = frame.f_back
