@@ -73,8 +73,9 @@ def _report(model: Model, strategy: str, accelerator: str, devices: int) -> Cell
     if accelerator != "cpu":
         torch.backends.cudnn.allow_tf32 = False  # torch rounds what convolutions multiply to 10 bits there
     flags = {"devices": devices, "accelerator": accelerator, "sync_batchnorm": model.sync_batchnorm and devices > 1}
+    name, colon, options = strategy.partition(":")
     # One device needs no process but this one.
-    return _run(model, f"{strategy}_fork" if devices > 1 else strategy, flags)
+    return _run(model, f"{name}_fork{colon}{options}" if devices > 1 else strategy, flags)
 
 
 def _run(model: Model, strategy: str, flags: dict[str, Any]) -> Cell:

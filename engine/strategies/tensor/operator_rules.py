@@ -47,7 +47,6 @@ def install_operator_rules() -> None:
         (handlers, dict.fromkeys((_ATTENTION, _ATTENTION_BACKWARD), _with_mask_cut)),
         (handlers, {aten._local_scalar_dense.default: _number}),
         (rules, {operator: functools.partial(_scan, rules[operator]) for operator in _SCANS}),
-        (rules, {aten.fill_.Scalar: functools.partial(_fill, rules[aten.fill_.Scalar])}),
         (rules, {operator: functools.partial(_on_whole, rules[operator]) for operator in _ON_WHOLE}),
         (rules, {operator: functools.partial(_view, rules[operator]) for operator in _VIEWS}),
         (
@@ -140,14 +139,6 @@ def _scan(rule: Callable[[OpSchema], Any], schema: OpSchema) -> Any:
 def _on_whole(rule: Callable[[OpSchema], Any], schema: OpSchema) -> Any:
     """torch's rule for tensors that each rank has whole."""
     return rule(OpSchema(schema.op, tuple(map(_as_whole, schema.args_schema)), schema.kwargs_schema))
-
-
-def _fill(rule: Callable[[OpSchema], Any], schema: OpSchema) -> Any:
-    """torch's rule for a write of a number; into a summand it would be added up, so that is torch's error."""
-    [tensor, *_] = schema.args_schema
-    assert isinstance(tensor, OpStrategy)
-    is_summand = any(placement.is_partial() for placement in tensor.strategies[0].output_spec.placements)
-    return _on_whole(rule, schema) if is_summand else rule(schema)
 
 
 def _as_whole(argument: Any) -> Any:

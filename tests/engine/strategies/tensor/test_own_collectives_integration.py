@@ -126,6 +126,7 @@ class Once(Centred):
 DATA = lambda size: (torch.randn(size, 6, WIDTH), torch.randn(size, 4))  # noqa: E731
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed.nn.functional.all_gather is deprecated")
 @pytest.mark.parametrize("strategy", ["tp", *nightly("cp")])
 @pytest.mark.parametrize(
     ("make", "function"),
