@@ -77,9 +77,6 @@ MENDS = {
     "an optimizer that looks ahead by each gradient moves a share": Defect(
         "zero1", METHODS["extragradient"], [*_UNTRIED, *_UNCHECKED]
     ),
-    "running sums are those of a rank's part": Defect(
-        "tp", METHODS["ordered neurons"], [(f"{_STRATEGIES}.tensor.operator_rules", "_SCANS", ())]
-    ),
     "weights are swapped with averages of a share": Defect("zero1", METHODS["schedule-free"], [*_UNTRIED, *_UNCHECKED]),
     "scaled gradients are clipped by hand": Defect(
         "ddp",

@@ -489,21 +489,6 @@ class TrustRatio(torch.optim.SGD):
         return loss
 
 
-class Ordered(nn.Module):
-    """As the gates of ordered neurons: each hidden unit is the sum of all before."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(self.up(self.norm(x)).softmax(-1).cumsum(-1))
-
-
-class OrderedNeurons(Blocks):
-    block = Ordered
-
-
 class LooksAhead(torch.optim.SGD):
     """The extragradient method: the gradient of a step is that at the place to which all parameters would move."""
 
@@ -635,7 +620,6 @@ MODELS = {
     "deep supervision": Model(Supervised, rows(), "one head after each block"),
     "uncertainty weights": Model(Uncertain, rows(), "0-d parameters"),
     "orthogonal penalty": Model(Orthogonal, rows(), "over all matrices"),
-    "ordered neurons": Model(OrderedNeurons, rows(), "running sums of hidden units"),
     "extragradient": Model(Extragradient, rows(), "gradients at the place ahead"),
     "LARS": Model(LARS, rows(), "norms that are read as numbers"),
     "schedule-free": Model(ScheduleFree, rows(), "weights swapped in hooks"),

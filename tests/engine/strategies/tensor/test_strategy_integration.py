@@ -308,12 +308,16 @@ class SeesTheSame(LightningModule):
         super().__init__()
         self.net = nn.ModuleDict({"mlp": Residual()})
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
         everyones = [torch.empty_like(batch) for _ in range(self.trainer.world_size)]
         dist.all_gather(everyones, batch)
         for rank, other in enumerate(everyones):
             shares = rank // 2 == self.trainer.global_rank // 2
             assert torch.equal(other, batch) == shares, f"{other} of rank {rank}, {batch} here"
+
+    on_validation_batch_start = on_train_batch_start
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return self.net["mlp"](torch.ones(1, DIM)).sum()
 
     validation_step = training_step
