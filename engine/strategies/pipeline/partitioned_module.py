@@ -169,12 +169,13 @@ class PartitionedModule:
             writers = [rank for rank, of_rank in enumerate(of_ranks) if name in of_rank]
             first, *others = (of_ranks[rank][name] for rank in writers)
             part, _, attribute = name.rpartition(".")
+            key = self.parts[self.module.get_submodule(part)], attribute  # of a part that has several names the first
             is_by_all = len(writers) == len(of_ranks) and all(other == first for other in others)
-            if is_by_all or (part, attribute) in self.guard.written:
+            if is_by_all or key in self.guard.written:
                 continue
             if others:
-                raise CutError(self.guard.conflict_text((part, attribute), dict.fromkeys(writers, "a step")))
-            written.append((part, attribute))
+                raise CutError(self.guard.conflict_text(key, dict.fromkeys(writers, "a step")))
+            written.append(key)
             self.buffer_stages[name] = writers[0]
         return written
 
