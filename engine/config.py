@@ -129,8 +129,9 @@ class EngineConfig:
     check_first_steps: bool | Literal["auto"] = field(default="auto", metadata=_about(_STEP, "false"))
     """Compare the first steps with one process. Their losses, gradients and weights are compared between the ranks,
     and, under strategies that divide the module or the optimizer's state (fsdp, hsdp, tp, pp, zero1), with those of the
-    whole module in one process: ``"auto"`` warns of a difference, and takes a sample of large modules; with True a
-    difference is an error, and ddp is compared with one process, too. False: never."""
+    whole module in one process. Under all, rank 0 compares its batch with two parts of it: a loss that is no mean over
+    samples is told. ``"auto"`` warns of a difference, and takes a sample of large modules; with True a difference
+    is an error, and the steps of ddp are compared with one process, too. False: never."""
     gradient_clip_val: int | float | None = field(default=None, metadata=_about(_STEP, "1.0"))
     """Largest norm of all gradients together, or largest value; None: no clipping."""
     gradient_clip_algorithm: ClipAlgorithm | None = field(default=None, metadata=_about(_STEP, "value"))

@@ -7,7 +7,9 @@ Phases, which all ranks enter together:
    callbacks change of the data that the module keeps (the hooks of callbacks are not repeated). Of each step all ranks
    keep the digests of the gradients (`unsplit.py`), and compute their norm (an all-reduce of one number, as for
    clipping).
-4. After these steps, rank 0 gathers what the ranks have kept, and the digests of their weights: what several ranks have
+4. Rank 0 runs its first two batches with the copy, whole and in parts (`split_batch.py`), and broadcasts the
+   differences. That is all that is done under strategies that split nothing, such as ddp, by default.
+5. After these steps, rank 0 gathers what the ranks have kept, and the digests of their weights: what several ranks have
    must be equal. It gathers the weights again and repeats the steps with its copy (`unsplit.py`), while the other ranks
    wait, and broadcasts the differences.
 Then everything is detached. At the end of a run, under ddp too, the digests of the ranks' weights are compared once.
@@ -34,8 +36,9 @@ from ..checkpoint import get_random_state
 from ..distributed.object_group import WORLD
 from ..precision.clipping import norm_of
 from ..strategies import adapt
-from ..strategies.pipeline.reachable_state import snapshot_outside
+from ..strategies.pipeline.reachable_state import ReachableState, snapshot_outside
 from .module_copy import Memory, SampledBlock, copy_whole, fill_copy
+from .split_batch import Comparison, compare_parts, kept_values
 from .unsplit import (
     SETTINGS,
     Call,
@@ -63,8 +66,6 @@ _MAX_BYTES = 2**30
 _MAX_PARTS = 1000
 """The most parts of a module that "auto" copies: where they are small, their calls take the time, not their bytes."""
 
-_CHANGING_HOOKS = ("on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_train_batch_end")
-
 log = logging.getLogger("polyphase.engine")
 
 
@@ -91,14 +92,15 @@ class FirstSteps:
         self._trainer, self._policy = trainer, policy
         self._reset()
         can = adapt(trainer.strategy).capabilities
-        divides = can.splits_module or can.optimizer_state_partitioned
-        if policy is not False and not can.steps_alone and (divides or policy is True):
+        self._divides = can.splits_module or can.optimizer_state_partitioned
+        if policy is not False and not can.steps_alone:
             trainer.strategy.before_split = self.copy_module
 
     def _reset(self) -> None:
         self._copy: LightningModule | None = None
         self._sample: SampledBlock | None = None
-        self._repeats = False
+        self._repeats = self._splits = False
+        """Whether the steps of the run, and those on parts of a batch, are compared with those of one process."""
         self.is_due = False
         """Whether the present step is to be checked, or one of the next ones."""
         self._step: Step | None = None
@@ -116,21 +118,34 @@ class FirstSteps:
         self._reset()
         start_s = perf_counter()
         reason = self._reason_to_skip()
-        size = None if reason is not None or self._policy is True else self._too_large(module)
-        if size is not None:
-            reason = self._take_sample(module, size)
-        elif reason is None:
-            problem = None
-            if self._trainer.global_rank == 0:
-                try:
-                    self._copy = copy_whole(module, self._trainer, self._trainer.datamodule)
-                except Exception as error:
-                    problem = f"{type(module).__name__} can't be copied ({type(error).__name__}: {error})"
-            reason = WORLD.broadcast_object(problem)
-        self.is_due, self._repeats = reason is None, reason is None and size is None
-        if reason is not None:
-            self._report_skipped(reason)
+        large = None if reason is not None or self._policy is True else self._too_large(module)
+        many = None if self._policy is True else self._too_many_ranks()
+        why_not_repeated = reason or self._reason_not_to_repeat() or large or many
+        size = large or many
+        if reason is None and large is None:
+            self._splits = self._trainer.data_size > 1
+        if reason is None and self._reason_not_to_repeat() is None and size is not None:
+            why_not_repeated = self._take_sample(module, size)
+        self._repeats = why_not_repeated is None and self._sample is None
+        if self._repeats or self._splits:
+            problem = self._agree_on_copy(module)
+            if problem is not None:
+                self._repeats = self._splits = False
+                why_not_repeated = why_not_repeated or problem
+        self.is_due = self._repeats or self._splits or self._sample is not None
+        if why_not_repeated is not None and (self._divides or self._policy is True):
+            self._report_skipped(why_not_repeated)
         self.duration_s = perf_counter() - start_s
+
+    def _agree_on_copy(self, module: LightningModule) -> str | None:
+        """Copies the module on rank 0; returns on all ranks why it can't."""
+        problem = None
+        if self._trainer.global_rank == 0:
+            try:
+                self._copy = copy_whole(module, self._trainer, self._trainer.datamodule)
+            except Exception as error:
+                problem = f"{type(module).__name__} can't be copied ({type(error).__name__}: {error})"
+        return WORLD.broadcast_object(problem)
 
     def _take_sample(self, module: LightningModule, size: str) -> str | None:
         """Takes one block as a sample of a module that is too large; returns a reason if it can't."""
@@ -152,23 +167,35 @@ class FirstSteps:
         return None
 
     def _too_large(self, module: LightningModule) -> str | None:
-        """Returns why the default does not repeat the steps of the whole module; None if it does."""
-        num_bytes, data_size = sum(parameter.nbytes for parameter in module.parameters()), self._trainer.data_size
+        """Returns why the default does not copy the whole module; None if it does."""
+        num_bytes = sum(parameter.nbytes for parameter in module.parameters())
         num_parts = sum(1 for _ in module.modules())
-        if data_size > _MAX_RANKS:
-            return f"one process would do the work of {data_size} ranks, more than {_MAX_RANKS}"
         if num_bytes > _MAX_BYTES:
             return f"the parameters have {num_bytes / 2**20:,.0f} MiB, more than {_MAX_BYTES / 2**20:,.0f}"
         if num_parts > _MAX_PARTS:
             return f"{type(module).__name__} has {num_parts:,} parts, more than {_MAX_PARTS:,}"
         return None
 
+    def _too_many_ranks(self) -> str | None:
+        data_size = self._trainer.data_size
+        if data_size > _MAX_RANKS:
+            return f"one process would do the work of {data_size} ranks, more than {_MAX_RANKS}"
+        return None
+
+    def _reason_not_to_repeat(self) -> str | None:
+        """Returns why the steps of the run are not compared with those of one process, whatever the module's size."""
+        strategy = adapt(self._trainer.strategy)
+        if not self._divides and not (self._policy is True and strategy.capabilities.averages_whole_gradients):
+            return f"{strategy!r} splits nothing"
+        return None if strategy.comm_hook is None else "a compression changes the gradients"
+
     def _reason_to_skip(self) -> str | None:
-        trainer, strategy = self._trainer, self._trainer.strategy
+        trainer, strategy = self._trainer, adapt(self._trainer.strategy)
         if trainer.world_size == 1:
             return "there is one rank"
-        if adapt(strategy).comm_hook is not None:
-            return "a compression changes the gradients"
+        may_lose = trainer.fit_loop.epoch_loop.rank_loss is not None
+        if may_lose or not strategy.capabilities.keeps_step:
+            return "a rank may leave the run"
         if trainer.fit_loop.epoch_loop.automatic_optimization.out_of_memory is not None:
             return "micro_batch_size='auto' may do a step again"
         return None
@@ -208,16 +235,19 @@ class FirstSteps:
         is_torchs = all(isinstance(optimizer, torch.optim.Optimizer) for optimizer in strategy.optimizers)
         if trainer.global_step or not is_torchs:
             self.is_due = False
-            self._report_skipped("the run is resumed" if is_torchs else "its optimizers are not torch's")
+            if self._repeats or self._sample is not None:
+                self._report_skipped("the run is resumed" if is_torchs else "its optimizers are not torch's")
             return
         self._reports_batches = self._repeats and trainer.global_rank % strategy.layout.num_sharing == 0
         self._reports_batches &= trainer.global_rank < strategy.data_size * strategy.layout.num_sharing
+        self._keeps_batches = self._reports_batches or (self._splits and trainer.global_rank == 0)
         self._names = {parameter: name for name, parameter in trainer.lightning_module.named_parameters()}
-        if self._repeats and strategy.capabilities.runs_own_schedule:
+        keeps = self._repeats or self._splits
+        if keeps and strategy.capabilities.runs_own_schedule:
             strategy.run_schedule = self._recorded(strategy.run_schedule, is_schedule=True)
-        elif self._repeats:
+        elif keeps:
             strategy.training_step = self._recorded(strategy.training_step, is_schedule=False)
-        if self._repeats:
+        if keeps:
             state = strategy.lightning_module_state_dict()
             if self._copy is not None:
                 self._attempt(lambda: self._fill_copy(state))
@@ -225,6 +255,8 @@ class FirstSteps:
             self._attempt(self._remember)
         if self._sample is not None:
             self._sample.begin()
+        if not self._repeats and self._sample is None:
+            return
         self._settings: dict[Any, list[dict[str, Any]]]
         self._settings = {optimizer: _settings(optimizer) for optimizer in strategy.optimizers}
         self._handles = [optimizer.register_step_post_hook(self._record_step) for optimizer in strategy.optimizers]
@@ -254,7 +286,7 @@ class FirstSteps:
             batch_idx = trainer.fit_loop.epoch_loop.batch_idx
         samples = trainer._data_connector.sizes.samples(batch_idx).local
         kept = MicroBatch(trainer.global_rank, None, batch_idx, samples, get_random_state())
-        if self._reports_batches:
+        if self._keeps_batches:
             self._attempt(lambda: setattr(kept, "batch", _host_copy(batch)))
             self._attempt(lambda: setattr(kept, "changes", _host_copy(self._memory.changes(trainer.lightning_module))))
         step.micro_batches.append(kept)
@@ -367,34 +399,110 @@ class FirstSteps:
         return digests(self._trainer.lightning_module.named_parameters()).on_host()
 
     def _compare(self) -> None:
-        """Phase 4, for the steps that were recorded: an epoch may have fewer steps than are planned."""
+        """Phases 4 and 5, for the steps that were recorded: an epoch may have fewer steps than are planned."""
         if not self.is_due or not self._steps:
             return
-        start_s, trainer = perf_counter(), self._trainer
+        start_s = perf_counter()
+        for step in self._steps:
+            for micro_batch in step.micro_batches:
+                micro_batch.loss = None if micro_batch.loss is None else micro_batch.loss.cpu()
+        if self._splits:  # first, since it names what the ranks remember, by which their steps differ, too
+            put_back = self._copy_puts_back()
+            self._compare_parts()
+            put_back()
+        if self._repeats or self._sample is not None:
+            self._compare_with_run()
+        self.duration_s += perf_counter() - start_s
+
+    def _compare_with_run(self) -> None:
+        trainer = self._trainer
         if any(step.scale != 1 and not step.calls for step in self._steps):
             self._problem = self._problem or "the loss scaler has left a step out"
         for step in self._steps:
             step.calls.sort(key=lambda call: call.optimizer)
             for call in step.calls:
                 call.norm, call.gradients = float(call.norm), call.gradients.on_host()
-            for micro_batch in step.micro_batches:
-                micro_batch.loss = None if micro_batch.loss is None else micro_batch.loss.cpu()
         state = trainer.strategy.lightning_module_state_dict() if self._repeats else {}
         problem, in_sample = (None, []) if self._sample is None else self._sample.compare()
         self._problem = self._problem or problem
         gradients = [call.gradients for step in self._steps for call in step.calls]
-        kept = self._problem, self._steps if self._reports_batches else None, gradients, self._weights()
+        settings = [(call.optimizer, call.settings) for step in self._steps for call in step.calls]
+        kept = self._problem, self._steps if self._reports_batches else None, (gradients, settings), self._weights()
         reports = WORLD.gather_object(kept)
         verdict: tuple[str | None, str | None] = None, None
         if trainer.global_rank == 0:
             verdict = self._judge(reports, state, in_sample)
         reason, difference = WORLD.broadcast_object(verdict)
-        self.duration_s += perf_counter() - start_s
         if reason is not None:
             self._report_skipped(reason)
         elif difference is None and trainer.is_global_zero:
             log.info("the first %d steps are those of one process.", len(self._steps))
         self._tell(difference)
+
+    def _copy_puts_back(self) -> Any:
+        """Returns a function that gives the copy its first weights and attributes again."""
+        if self._copy is None:
+            return lambda: None
+        copy, attributes = self._copy, ReachableState(self._copy).snapshot()
+
+        def put_back() -> None:
+            attributes()
+            copy.load_state_dict(self._weights_before or {}, strict=False)
+
+        return put_back
+
+    def _compare_parts(self) -> None:
+        """Phase 4: compares steps on parts of a batch with steps on the whole, on rank 0."""
+        trainer, kept = self._trainer, {}
+        try:
+            kept = kept_values(trainer.lightning_module, trainer)
+            told = trainer.fit_loop.epoch_loop.own_state.told
+            kept = {text: value for text, value in kept.items() if not told & set(text.split("'"))}
+        except Exception as error:
+            self._problem = self._problem or f"{type(error).__name__}: {error}"
+        of_ranks = WORLD.gather_object((self._problem, kept))
+        verdict: tuple[str | None, Comparison | None] = None, None
+        if self._copy is not None:
+            verdict = self._judge_parts(of_ranks)
+        reason, comparison = WORLD.broadcast_object(verdict)
+        if reason is not None and trainer.is_global_zero:
+            log.info("a step on parts of a batch is not compared with one on the whole: %s.", reason)
+        module = type(trainer.lightning_module).__name__
+        if comparison is not None and comparison.memories:
+            self._tell(
+                f"under strategy {trainer.strategy!r} the ranks train {module} by different values of"
+                f" {', '.join(comparison.memories)}: what is kept there is of the samples of the rank, so the result is"
+                " not that of one process. Reduce what it is made of over the ranks"
+                " (`self.trainer.strategy.reduce(value)`; for metrics `self.log(..., sync_dist=True)`)."
+            )
+        elif comparison is not None and comparison.of_parts:
+            self._tell(
+                f"a step of {module} on a batch is not the mean of steps on its parts, which the {trainer.data_size}"
+                f" ranks compute under strategy {trainer.strategy!r}: with a batch in two parts,"
+                f" {'; '.join(comparison.of_parts)}. The result is not that of one process. Where samples are compared"
+                " with each other, gather them (`self.all_gather(values, sync_grads=True)`); where the loss is a mean"
+                ' over a count, return `{"loss": mean, "weight": count}`; make sums means; reduce over ranks what is'
+                " remembered of samples; and don't clip gradients of activations, which are those of the rank's own"
+                " mean. Where that is meant, `check_first_steps=False` leaves this out."
+            )
+
+    def _judge_parts(self, of_ranks: Any) -> tuple[str | None, Comparison | None]:
+        trainer, copy = self._trainer, self._copy
+        reason = next((problem for problem, _ in of_ranks if problem is not None), None)
+        if reason is not None or copy is None:
+            return reason, None
+        undo = snapshot_outside(copy)
+        micro_batches = [micro_batch for step in self._steps for micro_batch in step.micro_batches]
+        kept = [of_rank for _, of_rank in of_ranks]
+        try:
+            (self._put_outside or (lambda: None))()
+            return None, compare_parts(copy, trainer, trainer.strategy.root_device, micro_batches, kept)
+        except (UnfitError, NeedsOtherRanks) as unfit:
+            return str(unfit) or "its step reaches other ranks", None
+        except Exception as error:
+            return f"it does not run in one process ({type(error).__name__}: {error})", None
+        finally:
+            undo()
 
     def _tell(self, difference: str | None, is_over: bool = False) -> None:
         if difference is None:
@@ -417,11 +525,13 @@ class FirstSteps:
             each may be None.
         """
         reason = next((problem for problem, *_ in reports if problem is not None), None)
-        by_rank = [gradients for _, _, gradients, _ in reports]
+        by_rank = [gradients for _, _, (gradients, _), _ in reports]
         if len({len(calls) for calls in by_rank}) > 1:
             return "the optimizers of the ranks were called another number of times", None
         gradients = list(zip(*by_rank, strict=True))
         differences = in_sample
+        if self._trainer.strategy.layout.pp == 1:  # stages have other groups
+            differences += _unequal_settings([settings for _, _, (_, settings), _ in reports])
         if self._keeps_replicas:
             differences += between_ranks(gradients, [weights for *_, weights in reports])
         if self._copy is not None and reason is None:
@@ -546,6 +656,18 @@ def _unequal_rates(sums: Sequence[list[list[float]]]) -> str | None:
     return None
 
 
+def _unequal_settings(by_rank: Sequence[list[tuple[int, list[dict[str, Any]]]]]) -> list[str]:
+    """Describes the first setting of an optimizer that was changed otherwise on another rank than on rank 0."""
+    for rank, calls in enumerate(by_rank):
+        for (number, groups), (_, first) in zip(calls, by_rank[0], strict=False):
+            for own, of_first in zip(groups, first, strict=False):
+                for key in own.keys() | of_first.keys():
+                    if own.get(key) != of_first.get(key):
+                        where = f"{key!r} of optimizer {number} is {of_first.get(key)} on rank 0"
+                        return [f"{where}, and {own.get(key)} on rank {rank}"]
+    return []
+
+
 def _settings(optimizer: Any) -> list[dict[str, Any]]:
     return [{key: _as_number(group[key]) for key in SETTINGS if key in group} for group in optimizer.param_groups]
 
@@ -558,7 +680,7 @@ def _as_number(setting: Any) -> Any:
 
 def _may_change_training(callback: Any) -> bool:
     is_stock = type(callback).__module__.startswith(("lightning.", "polyphase."))
-    return not is_stock and any(is_overridden(hook, callback, Callback) for hook in _CHANGING_HOOKS)
+    return not is_stock and any(is_overridden(hook, callback, Callback) for hook in dir(Callback) if hook[:3] == "on_")
 
 
 # --- differences, and their tolerances

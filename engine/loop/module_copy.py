@@ -25,7 +25,7 @@ from ..distributed.object_group import WORLD
 from ..initialization import has_meta_tensors, materialize, read_stored
 from ..strategies.units import shard_units
 
-__all__ = ["Memory", "SampledBlock", "copy_whole", "fill_copy", "is_data", "put"]
+__all__ = ["Memory", "SampledBlock", "are_equal", "copy_whole", "fill_copy", "is_data", "put"]
 
 _TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 """torch: the attributes of a Tensor with the dicts of `register_hook` and `register_post_accumulate_grad_hook`."""
@@ -162,7 +162,7 @@ class Memory:
         changed: dict[str, dict[str, Any]] = {}
         for name, data in _data_of(module).items():
             before = self._data.get(name, {})
-            new = {k: v for k, v in data.items() if _is_leaf(v) and not (k in before and _are_equal(v, before[k]))}
+            new = {k: v for k, v in data.items() if _is_leaf(v) and not (k in before and are_equal(v, before[k]))}
             if new:
                 changed[name] = copy.deepcopy(new)
         return changed
@@ -182,13 +182,14 @@ def put(module: nn.Module, changes: dict[str, dict[str, Any]]) -> None:
             _put(vars(module.get_submodule(name)), key, value)
 
 
-def _are_equal(a: Any, b: Any) -> bool:
+def are_equal(a: Any, b: Any) -> bool:
+    """Returns whether two values that are data are the same, tensors by all their elements."""
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         return isinstance(a, Tensor) and isinstance(b, Tensor) and a.dtype == b.dtype and torch.equal(a, b)
     if isinstance(a, dict) and isinstance(b, dict):
-        return list(a) == list(b) and all(map(_are_equal, a.values(), b.values()))
+        return list(a) == list(b) and all(map(are_equal, a.values(), b.values()))
     if isinstance(a, (list, tuple, deque)) and type(a) is type(b):
-        return len(a) == len(b) and all(map(_are_equal, a, b))
+        return len(a) == len(b) and all(map(are_equal, a, b))
     return bool(a == b)
 
 

@@ -41,14 +41,15 @@ class OwnState:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer: Any = trainer
-        self._told: set[str] = set()
+        self.told: set[str] = set()
+        """The names that a warning had in this run."""
         self._before: dict[str, str] = {}
         self.is_first_step_due = True
         """Whether no step of this run was looked at."""
 
     def begin_run(self) -> None:
         """Begins a run, whose first step is looked at."""
-        self._told, self.is_first_step_due = set(), True
+        self.told, self.is_first_step_due = set(), True
         self._before = _digests(_attributes(self._trainer.lightning_module)) if self._is_compared else {}
 
     def after_first_step(self) -> None:
@@ -77,8 +78,8 @@ class OwnState:
             of_all = trainer.all_ranks.all_gather_object(names)
             names = [set().union(*of_stages) for of_stages in zip(*of_all, strict=True)]
         names[1] = {name for name in names[1] if _decides(module, name)}
-        of_buffers, of_attributes, of_samplers = (sorted(unequal - self._told) for unequal in names)
-        self._told.update(of_buffers, of_attributes, of_samplers)
+        of_buffers, of_attributes, of_samplers = (sorted(unequal - self.told) for unequal in names)
+        self.told.update(of_buffers, of_attributes, of_samplers)
         differ = f"Under {strategy!r} the ranks have different values of"
         if of_buffers:
             option = strategy.option_to_average_buffers

@@ -9,8 +9,9 @@ import contextlib
 import dataclasses
 import functools
 import io
+import itertools
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +42,7 @@ __all__ = [
     "SETTINGS",
     "Call",
     "Digests",
+    "ManualOptimizer",
     "MicroBatch",
     "NeedsOtherRanks",
     "Replay",
@@ -251,18 +253,8 @@ class Replay:
         Raises:
             UnfitError: the steps can't be repeated here, or not in a comparable way.
         """
-        random = get_random_state()
         try:
-            with (
-                contextlib.ExitStack() as silence,
-                warnings.catch_warnings(),
-                _RefuseCollectives(),
-                torch.enable_grad(),
-            ):
-                for stream in (contextlib.redirect_stdout, contextlib.redirect_stderr):
-                    silence.enter_context(stream(io.StringIO()))
-                warnings.simplefilter("ignore")
-                self._prepare()
+            with self.alone():
                 self._memories = [Memory(self.module) for _ in range(len(steps[0]) if not self.joins_batches else 1)]
                 for number, step in enumerate(steps, start=1):
                     self._stand_in.__dict__.update(global_step=step[0].global_step, current_epoch=step[0].epoch)
@@ -275,8 +267,29 @@ class Replay:
             if self.joins_batches:
                 raise UnfitError("its step reaches other ranks") from None
             raise
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Context in which the copy runs: no other ranks, prints or warnings; it leaves the random state as it was."""
+        random = get_random_state()
+        try:
+            with (
+                contextlib.ExitStack() as silence,
+                warnings.catch_warnings(),
+                _RefuseCollectives(),
+                torch.enable_grad(),
+            ):
+                for stream in (contextlib.redirect_stdout, contextlib.redirect_stderr):
+                    silence.enter_context(stream(io.StringIO()))
+                warnings.simplefilter("ignore")
+                self._prepare()
+                yield
         finally:
             set_random_state(random)
+
+    def forward_context(self) -> Any:
+        """Returns the context of a forward: the run's own."""
+        return self.trainer.precision_plugin.forward_context()
 
     def _prepare(self) -> None:
         module: Any = self.module
@@ -298,7 +311,7 @@ class Replay:
         for optimizer in self._optimizers:
             optimizer.register_step_pre_hook(self._load_settings)
             optimizer.register_step_post_hook(self._record_norm)
-        by_hand = [_ManualOptimizer(optimizer, self._stand_in.strategy, module) for optimizer in self._optimizers]
+        by_hand = [ManualOptimizer(optimizer, self._stand_in.strategy, module) for optimizer in self._optimizers]
         self._stand_in.__dict__["optimizers"] = self._optimizers
         module.optimizers = lambda use_pl_optimizer=True: by_hand[0] if len(by_hand) == 1 else by_hand
         own = [config["scheduler"] if isinstance(config, dict) else config for config in schedulers]
@@ -357,7 +370,7 @@ class Replay:
         for optimizer in self._optimizers:
             own = closure if len(self._optimizers) == 1 else several
             if is_overridden("optimizer_step", module):
-                wrapped = _ManualOptimizer(optimizer, self._stand_in.strategy, module, calls_hook=False)
+                wrapped = ManualOptimizer(optimizer, self._stand_in.strategy, module, calls_hook=False)
                 module.optimizer_step(step[0].epoch, last, wrapped, own)
             else:
                 optimizer.step(own)
@@ -404,7 +417,9 @@ class Replay:
         """
         module: Any = self.module
         first = None
-        before = [] if self.joins_batches else [(buffer, buffer.clone()) for buffer in module.buffers()]
+        # A forward may write parameters, too, such as those of an averaged teacher.
+        kept = () if self.joins_batches else itertools.chain(module.buffers(), module.parameters())
+        before = [(tensor, tensor.detach().clone()) for tensor in kept]
         # A hook on a parameter gets the gradient of the whole batch at once, as it does in one process.
         is_hooked, losses = has_hooks(module.parameters()), []
         # Each rank has classes and globals of its own, too.
@@ -413,16 +428,16 @@ class Replay:
         for rank, micro_batch in enumerate([self._joined(window)] if self.joins_batches else window):
             if micro_batch.samples == 0:
                 continue
-            # Each rank begins with the same buffers (for example the vectors of a spectral norm) ...
-            buffers = [(buffer, buffer.clone()) for buffer, _ in before] if rank else []
-            for buffer, value in before:
-                buffer.data.copy_(value)
+            # Each rank begins with the same values (for example the vectors of a spectral norm) ...
+            of_first = [(tensor, tensor.detach().clone()) for tensor, _ in before] if rank else []
+            for tensor, value in before:
+                tensor.data.copy_(value)
             if rank:
                 self._memories[rank].recall(module)
                 put_outside()
             output = self._call(micro_batch)
-            for buffer, value in buffers:  # ... and as in DDP, those of rank 0 count after the batch
-                buffer.data.copy_(value)
+            for tensor, value in of_first:  # ... and as in DDP, those of rank 0 count after the batch
+                tensor.data.copy_(value)
             loss, weight = loss_of(output), output.get("weight") if isinstance(output, dict) else None
             if loss is None:
                 raise UnfitError("a step without a loss is left out")
@@ -458,7 +473,7 @@ class Replay:
         put(self.module, move_data_to_device(micro_batch.changes, self.device))
         self._stand_in.__dict__["global_rank"] = micro_batch.rank
         before = get_random_state()
-        with self.trainer.precision_plugin.forward_context():
+        with self.forward_context():
             batch = self._on_device(micro_batch)
             output = self.module.training_step(*((batch, micro_batch.batch_idx) if self._has_idx else (batch,)))
         if not (self.draws_same_numbers and not self.joins_batches) and not _are_equal_states(
@@ -534,7 +549,7 @@ class _StandIn:
         return value
 
 
-class _ManualOptimizer(LightningOptimizer):
+class ManualOptimizer(LightningOptimizer):
     """The optimizer that Lightning gives to a module with manual optimization, or to its `optimizer_step`."""
 
     def __init__(self, optimizer: Any, strategy: Any, module: Any, calls_hook: bool = True) -> None:
@@ -544,6 +559,7 @@ class _ManualOptimizer(LightningOptimizer):
         self._calls_hook = calls_hook
 
     def step(self, closure: Any = None, **kwargs: Any) -> Any:
+        """See Lightning; calls the hook of the module before the step."""
         if not self._calls_hook:  # the closure does
             return self._optimizer.step(closure, **kwargs)
         loss = None if closure is None else closure()

@@ -230,6 +230,7 @@ WINDOWS = [{"accumulate_grad_batches": 3}, {"global_batch_size": 24, "micro_batc
 )
 @pytest.mark.filterwarnings("ignore:the loss of .* samples:UserWarning")  # the run that does not weigh
 @pytest.mark.filterwarnings("ignore:the first 1 step.* are not those of one process:UserWarning")
+@pytest.mark.filterwarnings("ignore:a step of .* on a batch is not the mean:UserWarning")
 def test_gradients_are_those_of_the_mean_over_all_tokens(flag, devices, shares, flags):
     module = Tokens()
     module.mean_loss(padded([Sentences(24)[i] for i in range(24)])).backward()

@@ -35,6 +35,7 @@ __all__ = [
     "ReachableState",
     "Walk",
     "is_of_a_users_class",
+    "named_tables",
     "snapshot_outside",
     "sums",
 ]
@@ -111,7 +112,7 @@ class ReachableState:
 
     def __init__(self, module: nn.Module, *, parameters: bool = True) -> None:
         self._module, self._parameters = module, parameters
-        self._tables = _named_tables(module)
+        self._tables = named_tables(module)
         self._modules = frozenset(map(id, module.modules()))
 
     def marks(self) -> dict[Place, Any]:
@@ -171,7 +172,7 @@ def snapshot_outside(module: nn.Module) -> Callable[[], None]:
     That is what a step of a copy shares with the module that it is a copy of: attributes of classes, globals, variables
     of functions, with their containers, generators, and tensors of up to `_MAX_KEPT_BYTES`.
     """
-    tables = _named_tables(module)
+    tables = named_tables(module)
     walk = Walk(frozenset(map(id, module.modules())))
     walk.marks_in(tables)
     put_names = _names_kept(tables)
@@ -515,7 +516,7 @@ def _names(code: types.CodeType) -> set[str]:
     return set(code.co_names).union(*map(_names, inner))
 
 
-def _named_tables(module: nn.Module) -> dict[Place, Any]:
+def named_tables(module: nn.Module) -> dict[Place, Any]:
     """Returns, for each name outside of modules that their code uses, the table that has its value."""
     code = Code()
     for name, part in module.named_modules():

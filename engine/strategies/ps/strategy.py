@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
@@ -144,6 +145,8 @@ class PS(DistributedStrategy, DDPStrategy):
     def setup(self, trainer: Trainer) -> None:
         """Sets the module up, and makes its torchmetrics objects gather over the surviving ranks."""
         check_shapes(trainer.lightning_module)
+        if trainer.state.fn == TrainerFn.FITTING and self.before_split is not None:
+            self.before_split(self.model)
         super().setup(trainer)
         self._connect_metrics()
 

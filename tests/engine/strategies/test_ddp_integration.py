@@ -34,7 +34,7 @@ class Conditional(MLP):
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
-        return loss + self.sometimes(batch[0].flatten(1)).sum() if batch_idx == 0 else loss
+        return loss + self.sometimes(batch[0].flatten(1)).mean() if batch_idx == 0 else loss
 
 
 def fit(module: LightningModule, strategy: str, **flags: object) -> Engine:
