@@ -132,6 +132,15 @@ class ReducesInAHook(MLP):
         self.net[0].weight.register_hook(lambda gradient: Reduces.backward(None, gradient))
 
 
+class SumsGradients(MLP):
+    """Averages the gradients of the ranks by hand, in the hook after backward."""
+
+    def on_after_backward(self) -> None:
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad)
+
+
 class TwoViews(MLP):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, classes = batch
@@ -225,6 +234,7 @@ class ReadsInBackward(MLP):
         (Waits, r"in training_step: .* communicates with other ranks \(barrier\), which"),
         (WaitsLater, r"in training_step: .* communicates with other ranks \(all_reduce\), which"),
         (TwoViews, r"calls 'net.0' out of order, or once more .* Two views of a batch can go through the blocks"),
+        (SumsGradients, r"communicates with other ranks \(all_reduce\), in on_after_backward, where the stages of"),
         (ReducesInBackward, r"in backward: .* communicates with other ranks \(all_reduce\), which"),
         (ReducesInAHook, r"in backward: .* communicates with other ranks \(all_reduce\), which"),
         (
