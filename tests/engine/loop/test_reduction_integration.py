@@ -140,8 +140,6 @@ def one_gather_for_all_values(rank):
     assert len(calls) == 2, "one for the batches, one for what the hooks at the end have logged"
 
 
-@pytest.mark.timeout(100)
-@pytest.mark.filterwarnings("ignore:It is recommended to use .*sync_dist=True")  # the subject of one of them
 class NotANumber(Seen):
     """Logs a metric of its own samples, by which a scheduler lowers the rate, that rank 1 can't compute."""
 
@@ -162,6 +160,8 @@ def a_metric_that_one_rank_can_not_compute(rank):
     assert len(set(WORLD.all_gather_object(trainer.optimizers[0].param_groups[0]["lr"]))) == 1
 
 
+@pytest.mark.timeout(100)
+@pytest.mark.filterwarnings("ignore:It is recommended to use .*sync_dist=True")  # the subject of one of them
 @pytest.mark.parametrize(
     ("check", "num_ranks"),
     [
