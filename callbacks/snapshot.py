@@ -104,8 +104,12 @@ class Snapshot(Callback):
     def _take(self, trainer: Trainer) -> Callable[[], None]:
         folder = self.snapshot_folder(trainer)
         release = lock(folder)
-        for path in repair(folder):
-            rank_zero_info(f"Restored {path}, which was complete but not yet renamed")
+        try:
+            for path in repair(folder):
+                rank_zero_info(f"Restored {path}, which was complete but not yet renamed")
+        except BaseException:
+            release()
+            raise
         return release
 
     def on_rank_loss(self, trainer: Any, pl_module: LightningModule, lost: Any) -> None:

@@ -324,6 +324,13 @@ class PathStatus(NamedTuple):
 
 def path_status(path: str | os.PathLike[str]) -> PathStatus:
     """Returns whether `path` (local or a URL) is free, ours or foreign; unpickles and changes nothing."""
+    try:
+        return _status(path)
+    except PermissionError as error:
+        return PathStatus("foreign", f"not readable ({error.strerror})")
+
+
+def _status(path: str | os.PathLike[str]) -> PathStatus:
     fs, fs_path = resolve(path)
     if not isinstance(fs, LocalFileSystem):
         return _of_folder(fs, fs_path, path) if fs.isdir(fs_path) else _of_remote_file(fs, fs_path)

@@ -25,7 +25,7 @@ from typing import IO, Any
 
 from fsspec.implementations.local import LocalFileSystem
 
-from ..foreign import for_terminal
+from ..foreign import NotAPlainFileError, for_terminal, open_plain
 from .checked_io import Files, naming, resolve, sync
 from .errors import CheckpointError, NewerFormatError
 from .manifest import (
@@ -299,16 +299,19 @@ def is_leftover(path: str) -> bool:
     """Whether a local path is left over from a killed save or removal, judged by its name and its content."""
     if not _LEFTOVER.fullmatch(os.path.basename(path)) or os.path.islink(path):
         return False
-    if os.path.isfile(path):
-        with open(path, "rb") as stream:
-            return HEAD.startswith(stream.read(len(HEAD)))
-    if not os.path.isdir(path):
+    try:
+        if os.path.isfile(path):
+            with open_plain(path) as stream:
+                return HEAD.startswith(stream.read(len(HEAD)))
+        if not os.path.isdir(path):
+            return False
+        with os.scandir(path) as entries:
+            return all(
+                (entry.name == MANIFEST or is_file_of_ours(entry.name)) and entry.is_file(follow_symlinks=False)
+                for entry in entries
+            )
+    except (OSError, NotAPlainFileError):  # another user's
         return False
-    with os.scandir(path) as entries:
-        return all(
-            (entry.name == MANIFEST or is_file_of_ours(entry.name)) and entry.is_file(follow_symlinks=False)
-            for entry in entries
-        )
 
 
 def repair(folder: str | os.PathLike[str]) -> list[str]:

@@ -12,8 +12,9 @@ import torch
 
 from polyphase.engine.checkpoint import CheckpointError, find, is_checkpoint, lock, read_manifest, repair
 from polyphase.engine.checkpoint.checked_io import Files
-from polyphase.engine.checkpoint.manifest import MANIFEST
+from polyphase.engine.checkpoint.manifest import MANIFEST, check_may_replace
 from polyphase.engine.checkpoint.publish import begin, check_files, discard, publish, remove, update_link, writing_file
+from polyphase.engine.checkpoint.retention import list_entries
 from polyphase.engine.checkpoint.run_record import replace_file
 
 from ...distributed import in_a_fork
@@ -339,3 +340,26 @@ def test_a_small_file_that_could_not_be_written_leaves_nothing(tmp_path):
     with pytest.raises(OSError, match="directory"):
         replace_file(f"{tmp_path}/.run.json", b"content")
     assert names(tmp_path) == [".run.json"]
+
+
+def test_entries_of_another_user_stop_no_save(tmp_path):
+    """Root may read all, so a process of its own gives up that right."""
+
+    def look() -> None:
+        if os.getuid() == 0:
+            os.setuid(65534)
+        assert repair(tmp_path) == []
+        assert find(tmp_path) == []
+        assert [entry.name for entry in list_entries(tmp_path)] == [".saving-0123", "step=1"]
+        for name in ("step=1", "x.ckpt"):
+            with pytest.raises(CheckpointError, match="not readable"):
+                check_may_replace(tmp_path / name)
+
+    for name in ("step=1", ".saving-0123"):
+        (tmp_path / name).mkdir(mode=0)
+    for name in ("x.ckpt", ".saving-4567"):
+        (tmp_path / name).write_bytes(b"PK\x03\x04")
+        (tmp_path / name).chmod(0)
+    for folder in (tmp_path, *tmp_path.parents[:3]):
+        folder.chmod(0o755)
+    in_a_fork(look, timeout_s=60.0)
