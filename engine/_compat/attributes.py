@@ -41,7 +41,12 @@ ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
         "_combined_loader_states_to_load",
         "_data_source",
     ),
-    f"{_LOOPS}.evaluation_loop:_EvaluationLoop": ("_max_batches", "_results", "_seen_batches_per_dataloader"),
+    f"{_LOOPS}.evaluation_loop:_EvaluationLoop": (
+        "_max_batches",
+        "_on_evaluation_epoch_end",
+        "_results",
+        "_seen_batches_per_dataloader",
+    ),
     f"{_LOOPS}.training_epoch_loop:_TrainingEpochLoop": (
         "_batches_that_stepped",
         "_build_kwargs",
@@ -167,6 +172,7 @@ ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
         "_rank_not_in_group",
         "_world",
     ),
+    "torch.distributed.elastic.multiprocessing.api:SubprocessContext": ("_poll", "_running_local_ranks"),
     "torch.distributed._functional_collectives": ("_resolve_group",),
     "torch.distributed:ProcessGroup": ("_get_sequence_number_for_group",),
     "torch.distributed.rpc.internal": ("_InternalRPCPickler", "_unpickler"),

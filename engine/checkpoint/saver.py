@@ -27,7 +27,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from ..distributed.connections import noting_connections
-from ..distributed.object_group import SELF, ObjectGroup, num_ranks
+from ..distributed.object_group import SELF, WORLD, ObjectGroup, num_ranks
 from ..distributed.waits import waiting
 from .checked_io import Files, resolve
 from .dcp_storage import Index, Writer, write_whole
@@ -304,6 +304,8 @@ class AsyncCheckpointer:
         if num_ranks() == 1:
             return SELF
         self.finish()
+        if WORLD.is_otherwise:
+            return WORLD
         if self.ranks is not None:
             return self.ranks
         if self._group_of is not dist.group.WORLD:
@@ -434,6 +436,27 @@ def _call_on_all(group: ObjectGroup, function: Callable[[], Any]) -> Any:
     return result
 
 
+<<<<<<< HEAD
+=======
+def _call_on_rank_0(group: ObjectGroup, function: Callable[[], Any]) -> Any:
+    """Calls `function` on rank 0 and returns its result on all ranks; if it raises, all ranks raise that error."""
+    result: Any = None
+    error: Exception | None = None
+    is_called = False
+    while not is_called:  # again if rank 0 was lost meanwhile, and another rank has its number now
+        is_called = group.rank == 0
+        if is_called:
+            try:
+                result = function()
+            except Exception as raised:
+                error = raised
+        is_called, result, error = group.broadcast_object((is_called, result, error))
+    if error is not None:
+        raise error
+    return result
+
+
+>>>>>>> 7887d4c (on_rank_loss: validations, saves and the borders of epochs go on without a lost rank, and so does polyphase launch)
 # --- sending of states
 # Packs nested values to send them from one rank to another; tensors are packed as bytes, which pickle copies once.
 #

@@ -37,6 +37,8 @@ __all__ = [
     "global_seed",
     "has_rendezvous",
     "is_elastic",
+    "is_in_survivors_folder",
+    "is_outlived",
     "job_marks",
     "job_secret",
     "keep_job_secret",
@@ -53,7 +55,10 @@ __all__ = [
     "reserve_port",
     "resolve_sizes",
     "restart_count",
+    "set_local_rank",
+    "set_outlived",
     "share_job_secret",
+    "share_survivors_folder",
     "share_threads",
     "shows_all_frames",
     "started_by_hand",
@@ -402,6 +407,8 @@ _ELSEWHERE = "192.0.2.1"
 _SECRET = "POLYPHASE_JOB_SECRET"
 _PARENT = "POLYPHASE_PARENT_PID"
 _STACKS = "PYTHONFAULTHANDLER"
+_SURVIVORS = "POLYPHASE_SURVIVORS"
+"""The folder in which each rank says that the others go on without it; `polyphase launch` looks there."""
 _kept_secrets: list[str] = []
 """The secret of the job whose other ranks this process has started; at most one."""
 
@@ -427,9 +434,33 @@ def share_threads(num_processes: int) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes)))
 
 
-def set_local_rank(rank: int) -> None:
-    """Gives this process, which was started by this package, another rank on its machine."""
+def set_local_rank(rank: int, num_ranks: int) -> None:
+    """Gives this process, which was started by this package, another rank on its machine, the only one."""
     os.environ["LOCAL_RANK"] = str(rank)
+    if is_elastic():
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_WORLD_SIZE=str(num_ranks))
+
+
+def share_survivors_folder(folder: str) -> None:
+    """Names the folder in which the ranks that this process will start say that the others go on without them."""
+    os.environ[_SURVIVORS] = folder
+
+
+def is_in_survivors_folder() -> bool:
+    """Whether the launcher of this process leaves the other ranks alone if a signal ends this one."""
+    return is_elastic() and _SURVIVORS in os.environ
+
+
+def set_outlived(is_outlived: bool) -> None:
+    """Tells the launcher whether the other ranks go on if a signal ends this process, if it wants to know."""
+    if is_in_survivors_folder():
+        path = Path(os.environ[_SURVIVORS], str(os.getpid()))
+        path.touch() if is_outlived else path.unlink(missing_ok=True)
+
+
+def is_outlived(process: int) -> bool:
+    """Whether a rank has said that the others go on without it; called by its launcher."""
+    return Path(os.environ[_SURVIVORS], str(process)).exists()
 
 
 def compute_with_one_thread() -> None:

@@ -6,10 +6,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["SELF", "WORLD", "ObjectGroup", "num_ranks"]
+__all__ = ["SELF", "WORLD", "ObjectGroup", "gather_otherwise", "num_ranks"]
 
 _made: list[Any] = [None, None]
 """The default process group, and the gloo group that was made beside it."""
+_otherwise: list[Callable[[Any], list[Any]]] = []
+"""Takes the place of the collectives of all ranks; empty: they are torch's."""
+
+
+def gather_otherwise(function: Callable[[Any], list[Any]] | None) -> None:
+    """Has a function do what `all_gather_object` does for all ranks, and all other collectives of them by it.
+
+    Args:
+        function: returns the values of all ranks, in rank order, on every rank; None for torch's collectives.
+    """
+    _otherwise[:] = [] if function is None else [function]
 
 
 def num_ranks() -> int:
@@ -56,8 +67,15 @@ class ObjectGroup:
         """The index of this rank in the group."""
         return 0 if self.size == 1 else dist.get_rank(self._group)
 
+    @property
+    def is_otherwise(self) -> bool:
+        """Whether its collectives are not torch's, see `gather_otherwise`."""
+        return bool(_otherwise) and self._group is None and self.size > 1
+
     def all_gather_object(self, value: Any) -> list[Any]:
         """Returns the values of all ranks, in rank order, on every rank; the values are pickled."""
+        if self.is_otherwise:
+            return _otherwise[0](value)
         values = [value] * self.size
         if len(values) > 1:
             dist.all_gather_object(values, value, group=self.process_group)
@@ -65,6 +83,8 @@ class ObjectGroup:
 
     def gather_object(self, value: Any) -> list[Any]:
         """Returns the values of all ranks, in rank order, on the first rank; other ranks must not use the result."""
+        if self.is_otherwise:
+            return self.all_gather_object(value)
         values = [value] * self.size
         if len(values) > 1:
             dist.gather_object(value, values if self.rank == 0 else None, group=self.process_group, group_dst=0)
@@ -72,6 +92,8 @@ class ObjectGroup:
 
     def broadcast_object(self, value: Any) -> Any:
         """Returns the first rank's value on every rank."""
+        if self.is_otherwise:
+            return self.all_gather_object(value)[0]
         values = [value]
         if self.size > 1:
             dist.broadcast_object_list(values, group=self.process_group, group_src=0)
@@ -93,6 +115,8 @@ class ObjectGroup:
 
     def all_gather_ints(self, value: int) -> list[int]:
         """Returns the numbers of all ranks, in rank order, on every rank; one all-reduce of 8 bytes a rank."""
+        if self.is_otherwise:
+            return self.all_gather_object(value)
         values = torch.zeros(self.size, dtype=torch.int64)
         if len(values) == 1:
             return [value]

@@ -1,22 +1,28 @@
-"""torchrun that ends when the host of its rendezvous no longer answers; `polyphase launch` runs it on several machines.
+"""torchrun, with what `polyphase launch` adds to it.
 
     python -m polyphase.engine.launch.agent [torchrun options] script.py [arguments]
 
-torchrun keeps a connection to the key-value store at the rendezvous endpoint. If that host loses its power, or the
-network drops packets, torchrun waits in a store call until its kernel gives the connection up: a quarter of an hour or
-more, long after its ranks have ended. So a thread probes that host with new connections, and ends torchrun and its
-ranks if it gets no answer for too long.
+It leaves the other ranks alone when a signal has ended one, if they have said that they go on without it: torchrun ends
+all. The job's store is in this process, so it outlives each of them.
+
+It ends when the host of its rendezvous no longer answers. torchrun keeps a connection to the key-value store at the
+rendezvous endpoint. If that host loses its power, or the network drops packets, torchrun waits in a store call until
+its kernel gives the connection up: a quarter of an hour or more, long after its ranks have ended. So a thread probes
+that host with new connections, and ends torchrun and its ranks if it gets no answer for too long.
 """
 
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 from contextlib import suppress
+from typing import Any
 
 import psutil
 
+from ..distributed.environment import is_outlived, share_survivors_folder
 from ..distributed.job_store import ProcessState, probe
 
 __all__ = ["main"]
@@ -30,6 +36,7 @@ _END_TIMEOUT_S = 10.0
 
 def main(words: list[str]) -> None:
     """Runs torchrun with these arguments."""
+    from torch.distributed.elastic.multiprocessing.api import SubprocessContext
     from torch.distributed.elastic.multiprocessing.errors import record
     from torch.distributed.run import get_rdzv_endpoint, parse_args, run
 
@@ -37,7 +44,26 @@ def main(words: list[str]) -> None:
     address = _place(get_rdzv_endpoint(options))
     if address is not None:
         threading.Thread(target=_watch, args=address, name="polyphase-rendezvous", daemon=True).start()
-    record(run)(options)
+    with tempfile.TemporaryDirectory() as folder:
+        if options.nnodes == "1":  # else other agents would have to know it, too
+            share_survivors_folder(folder)
+            _leave_survivors(SubprocessContext)
+        record(run)(options)
+
+
+def _leave_survivors(contexts: Any) -> None:
+    """Has torchrun count a rank that a signal has ended as done, while others run that go on without it."""
+    poll = contexts._poll  # torch: called by the agent once an interval; ends all processes if one has failed
+
+    def poll_others(context: Any) -> Any:
+        running = context._running_local_ranks
+        for rank in list(running):
+            process = context.subprocess_handlers[rank].proc
+            if len(running) > 1 and (process.poll() or 0) < 0 and is_outlived(process.pid):
+                running.discard(rank)
+        return poll(context)
+
+    contexts._poll = poll_others
 
 
 def _watch(address: str, port: int, longest_s: float = _LONGEST_S) -> None:

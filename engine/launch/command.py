@@ -20,7 +20,8 @@ usage: polyphase launch [--nproc N] [--nnodes N|MIN:MAX] [--max-restarts K] [tor
        polyphase launch [...] -- polyphase fit [options]
 
 Start N processes on this machine under torchrun (torch.distributed.run), and start them again, up to K times, when one
-of them dies. With Engine(resume="auto") they continue from the newest snapshot.
+of them dies. With Engine(resume="auto") they continue from the newest snapshot. With Engine(on_rank_loss="continue"),
+on one machine, the others go on when a signal has ended one, and none is started again.
 
   --nproc N         processes on this machine, or auto, gpu, cpu (default: auto)
   --nnodes N        machines; MIN:MAX: the job continues with fewer, and admits more (default: 1)
@@ -54,14 +55,12 @@ def main(words: Sequence[str]) -> int:
     from ..distributed.environment import allow_late_nodes, share_job_secret, share_threads
 
     share_threads(num_processes)
-    module = "torch.distributed.run"
     if "--nnodes=1" in arguments:
         share_job_secret()
     else:  # on several machines the user must give it
         allow_late_nodes()
-        module = "polyphase.engine.launch.agent"
     # This process becomes torchrun's, so that signals reach torchrun directly.
-    return os.execv(sys.executable, [sys.executable, "-m", module, *arguments])
+    return os.execv(sys.executable, [sys.executable, "-m", "polyphase.engine.launch.agent", *arguments])
 
 
 def torchrun_arguments(words: Sequence[str]) -> tuple[list[str], int]:

@@ -50,6 +50,9 @@ class EvaluationLoop(_EvaluationLoop):  # Lightning: Trainer.validate_loop, .tes
     """Whether all ranks can stop after the same batch: during training, if they have the same number of batches."""
     loaders_made_in_epoch: int | None = None
     """The epoch in which the resumed run has made its validation loaders; None if unknown, or no longer needed."""
+    _seen_before: dict[int, int] = {}  # noqa: RUF012 - replaced, never changed
+    rank_loss: Any = None
+    """Repeats a validation within training after the loss of a rank; None: a loss ends the run."""
 
     def run(self) -> list[Any]:
         """Evaluates all data loaders, once."""
@@ -78,6 +81,8 @@ class EvaluationLoop(_EvaluationLoop):  # Lightning: Trainer.validate_loop, .tes
     def _evaluation_step(self, batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
         # Lightning: _EvaluationLoop._evaluation_step
         trainer: Any = self.trainer
+        if self.rank_loss is not None:
+            self.rank_loss.check()
         padding = self._padding if dataloader_iter is None else None
         if padding is not None and padding.is_about(batch_idx, dataloader_idx):
             is_padding = padding.is_padding(batch_idx, dataloader_idx)
@@ -103,12 +108,18 @@ class EvaluationLoop(_EvaluationLoop):  # Lightning: Trainer.validate_loop, .tes
             self._flat = _Evaluation(self)
         self._flat.step(batch, batch_idx, dataloader_idx)
 
+    def begin_again(self) -> None:
+        """Has the next validation make its loaders anew, for the ranks that are left, and count on."""
+        self._combined_loader, self._seen_before = None, dict(self._seen_batches_per_dataloader)
+
     def setup_data(self) -> None:
         """Creates the loaders."""
         is_first = self._combined_loader is None
         with hide_tree_warnings():
             super().setup_data()
         if is_first and self._combined_loader is not None:
+            self._seen_batches_per_dataloader.update(self._seen_before)
+            self._seen_before = {}
             _tell_limit(self.trainer, self._stage.dataloader_prefix, self._max_batches)
             self._restore_reload_epoch()
 
@@ -173,6 +184,11 @@ class EvaluationLoop(_EvaluationLoop):  # Lightning: Trainer.validate_loop, .tes
         connector.synchronise()
         adapt(self.trainer.strategy).end_evaluation()
         super()._store_dataloader_outputs()
+
+    def _on_evaluation_epoch_end(self) -> None:
+        super()._on_evaluation_epoch_end()
+        if self.rank_loss is not None:
+            self.rank_loss.commit()  # before values are logged, and hooks act on them: on the end of a validation
 
 
 EvaluationLoop.__name__ = _EvaluationLoop.__name__  # the name of its entries in a profile

@@ -354,7 +354,11 @@ class TrainerBase(Trainer):
             swapped_back(self),
             consolidated_weights(),
         ):
-            checkpoints.save(filepath, weights_only, storage_options, link, kind, in_background)
+            save = functools.partial(
+                checkpoints.save, filepath, weights_only, storage_options, link, kind, in_background
+            )
+            rank_loss = self.fit_loop.epoch_loop.rank_loss  # type: ignore[attr-defined]
+            save() if rank_loss is None else rank_loss.repeat(save)
 
 
 class CallbackConnector(_CallbackConnector):  # Lightning: Trainer._callback_connector
@@ -435,7 +439,8 @@ def _install_fit_loop(trainer: TrainerBase, config: EngineConfig, watch: NonFini
     if config.micro_batch_size == "auto":
         optimization.out_of_memory = OutOfMemory(trainer)
     if config.on_rank_loss == "continue":
-        trainer.fit_loop.epoch_loop.rank_loss = RankLoss(trainer)
+        epochs = trainer.fit_loop.epoch_loop
+        epochs.rank_loss = epochs.val_loop.rank_loss = RankLoss(trainer)
         optimization.keeps_results = True
 
 

@@ -11,8 +11,12 @@ It is a resumption with fewer ranks, from memory. A collective of the step raise
 5. return to the beginning of the step otherwise (`step_start.py`), and divide its samples, and all that follow, among
    themselves: the global batch stays, and micro-batches are accumulated instead.
 
-A rank that is not left has no way back: it has been killed, or ends when it reads the decision. Losses outside of a
-training step, as in a validation or a save, end the run, as all losses do without the flag.
+A rank that is not left has no way back: it has been killed, or ends when it reads the decision.
+
+Between two steps nothing can be returned to: hooks have been called, on some ranks. So the collectives of all ranks go
+through the store there, where what was written stays: either all ranks have the values of all, or none has, and those
+that are left repeat this one collective. A validation and a save are repeated from their beginning, on all of them or
+on none, by such a collective at their end. A collective that is not the engine's, as of a user's hook, ends the run.
 
 Blocks in 2 to 4 only. Without a loss, each step copies the module's buffers and random state, and sends nothing.
 """
@@ -21,16 +25,17 @@ import inspect
 import logging
 import math
 import os
+import pickle
 import select
 import signal
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch.distributed as dist
-from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from torch import Tensor
@@ -38,13 +43,16 @@ from torch import Tensor
 from .._compat.lightning import _DataLoaderIterDataFetcher
 from ..config import EngineConfig
 from ..distributed.connections import cut_connections
-from ..distributed.job_store import Fields, JobStore
+from ..distributed.environment import is_elastic, is_in_survivors_folder, set_outlived
+from ..distributed.job_store import Fields, JobStore, signed, verified
+from ..distributed.object_group import gather_otherwise
+from ..distributed.waits import waiting
 from ..errors import RefusedError
 from ..loggers.continuation import kind_of
 from ..reliability.failure import is_of_connection, print_rank
 from ..reliability.rendezvous import RankRegistry, current_job, in_words
 from ..strategies import adapt
-from ..strategies.step_guard import needs_closure
+from ..strategies.step_guard import StepSnapshot, needs_closure
 from .step_start import StepStart
 
 __all__ = ["LostRanks", "RankLoss", "RankLossError", "check_may_lose_ranks", "check_run_may_lose_ranks"]
@@ -63,8 +71,9 @@ _MOST_LOSSES, _WITHIN_S = 3, 600.0
 """More losses than this in that time are no accident: a step that needs too much memory would kill one rank after the
 other, each time with larger shares."""
 
-_WORD: Fields = {"steps": int, "altered": bool}
-_DECISION: Fields = {"by": int, "ranks": list, "steps": int, "source": int, "ends": str}
+_WORD: Fields = {"steps": int, "samples": int, "altered": bool}
+_DECISION: Fields = {"by": int, "ranks": list, "steps": int, "samples": int, "source": int, "ends": str}
+_OUTCOME: Fields = {"all": bool}
 
 
 class LostRanks(NamedTuple):
@@ -77,11 +86,14 @@ class LostRanks(NamedTuple):
     num_left: int
     duration_s: float
     """From the failed collective until training went on."""
+    num_repeated: int
+    """Samples of the next step that the ranks left had computed by then, and computed again; fillers count, too."""
 
     def __str__(self) -> str:
+        repeated = f", {self.num_repeated} samples computed again" if self.num_repeated else ""
         return (
             f"{in_words(self.ranks)} lost after step {self.step}, {self.num_left} left: went on after"
-            f" {self.duration_s:.2f} s"
+            f" {self.duration_s:.2f} s{repeated}"
         )
 
 
@@ -89,8 +101,8 @@ class RankLossError(RuntimeError):
     """The run can't go on without the lost rank."""
 
 
-class _LostAgainError(Exception):
-    """Another rank has ended while the others met."""
+class _LostError(RuntimeError):
+    """Another rank has ended, as this one has noticed by itself."""
 
 
 # --- what is refused
@@ -116,7 +128,7 @@ def _refusal(reason: str, remedy: str) -> str:
     )
 
 
-_CHOOSE = "Choose strategy 'ddp_spawn' or 'ddp_fork'"
+_CHOOSE = "Choose strategy 'ddp_spawn' or 'ddp_fork', or start the script by `polyphase launch`"
 
 
 def _why_not_strategy(trainer: Any, strategy: Any) -> tuple[str, str] | None:
@@ -124,15 +136,17 @@ def _why_not_strategy(trainer: Any, strategy: Any) -> tuple[str, str] | None:
         return "one process has no other to go on with", "Give several devices"
     if (clause := adapt(trainer.strategy).capabilities.unsupported_rank_loss) is not None:
         return f"strategy {strategy!r} {clause}", _CHOOSE
-    if not strategy.launcher.outlives_ranks:
-        return (
-            f"the store of the job that strategy {strategy!r} starts, or that torchrun or a cluster has started, is in"
-            " the process of rank 0, and would be lost with it",
-            _CHOOSE,
-        )
     if trainer.num_nodes > 1:
         return f"num_nodes={trainer.num_nodes}, and it regroups the ranks of one machine", "Give one node"
-    if type(strategy.cluster_environment) is not LightningEnvironment:
+    if is_elastic() and not is_in_survivors_folder():
+        return "torchrun ends all processes when one of them was killed", _CHOOSE
+    if not (strategy.launcher.outlives_ranks or is_elastic()):
+        return (
+            f"the store of the job that strategy {strategy!r} starts, or that SLURM or MPI has started, is in the"
+            " process of rank 0, and would be lost with it",
+            _CHOOSE,
+        )
+    if type(strategy.cluster_environment) is not (TorchElasticEnvironment if is_elastic() else LightningEnvironment):
         name = type(strategy.cluster_environment).__name__
         return f"the ranks have the numbers that {name} has given them", "Leave that plugin out"
     if strategy.root_device.type != "cpu":
@@ -212,6 +226,12 @@ class RankLoss:
         self._is_to_deal = False
         self._times_s: list[float] = []
         self._is_in_epoch = False
+        self._loop: Any = None
+        self._place: Literal["step", "between", "repeated"] = "step"
+        """``"repeated"``: in a validation or a save, which begins again after a loss."""
+        self._num_gathered = 0
+        self._is_cut = False
+        """Whether a rank was seen to have ended since the ranks have met."""
         self._has_ended = threading.Event()
         self._lock = threading.Lock()
         """Held while connections are cut because of a lost rank, and while the members change."""
@@ -244,7 +264,7 @@ class RankLoss:
         self._devices = trainer.strategy.parallel_devices
         self._registry = RankRegistry("losses", job)
         self._registry.look_for_all()
-
+        set_outlived(True)
         self._has_ended.clear()
         threading.Thread(target=self._watch, args=(self._registry,), name="polyphase-losses", daemon=True).start()
 
@@ -264,7 +284,8 @@ class RankLoss:
                 for number, _ in poll.poll(_WATCH_MS):
                     poll.unregister(number)
                     with self._lock:
-                        if self._is_in_epoch and ranks[number] in self._members:
+                        if (self._is_in_epoch or self._place == "repeated") and ranks[number] in self._members:
+                            self._is_cut = True
                             cut_connections()
         finally:
             for number in ranks:
@@ -283,10 +304,14 @@ class RankLoss:
     def end_run(self) -> None:
         """Forgets what belongs to one run."""
         self._has_ended.set()
-        self._registry = self._start = None
+        set_outlived(False)
+        self._registry = self._start = self._loop = None
+        self._enter("step")
 
     def begin_step(self, loop: Any) -> None:
         """Notes the state that a step changes; called before the first batch of each step."""
+        self._loop = loop
+        self._enter("step")
         self._start = StepStart(self._trainer, loop)
         if self._is_to_deal:
             self._start.divide(self._deal)
@@ -307,7 +332,9 @@ class RankLoss:
 
     def is_cause_of(self, error: BaseException) -> bool:
         """Whether a step has failed because the process of another rank has ended."""
-        if self._registry is None or self._start is None or not is_of_connection(error):
+        if self._registry is None or self._start is None:
+            return False
+        if not (isinstance(error, _LostError) or is_of_connection(error)):
             return False
         return bool(self._noticed()) and not self._has_failed()
 
@@ -327,10 +354,10 @@ class RankLoss:
         job = current_job()
         return job is not None and job.first_failure() is not None
 
-    def recover(self, loop: Any, error: BaseException) -> bool:
+    def recover(self, loop: Any, error: BaseException, *, goes_back: bool = True) -> bool:
         """Goes on with the ranks that are left; returns whether others had made the step that has failed here.
 
-        If not, the loop is at the beginning of that step.
+        If not, the loop is at the beginning of that step, if it is to go back.
 
         Raises:
             RankLossError: the run can't go on.
@@ -340,6 +367,7 @@ class RankLoss:
         with trainer.heartbeat.within("regroup"):
             before, was_zero, is_made = list(self._members), trainer.is_global_zero, False
             steps = loop.automatic_optimization.optim_progress.optimizer.step.total.completed
+            self._enter("step")
             while True:
                 strategy.leave_groups()
                 trainer._checkpoint_connector.saver.leave_groups()
@@ -347,20 +375,21 @@ class RankLoss:
                 try:
                     self._meet(decision["ranks"])
                     is_made |= self._share_step(decision, steps + is_made, loop)
-                except (_LostAgainError, RuntimeError) as again:
-                    if not (isinstance(again, _LostAgainError) or self.is_cause_of(again)):
+                except RuntimeError as again:
+                    if not self.is_cause_of(again):
                         raise
                     error = again.with_traceback(None)
                 else:
                     break
             self._take_over(loop, is_new_zero=trainer.is_global_zero and not was_zero)
             self._is_to_deal = True
-            if not is_made:
+            if goes_back and not is_made:
                 assert self._start is not None
                 self._start.return_to(self._deal)
                 trainer._data_connector.data_position.data_sets.return_to_step()
             lost = [rank for rank in before if rank not in self._members]
-            event = LostRanks(lost, decision["steps"], len(self._members), time.monotonic() - began_s)
+            seconds = time.monotonic() - began_s
+            event = LostRanks(lost, decision["steps"], len(self._members), seconds, decision["samples"])
             self.events.append(event)
             self._times_s.append(began_s)
             if trainer.is_global_zero:
@@ -369,11 +398,123 @@ class RankLoss:
                     " logged in this epoch is left out of the epoch's values.",
                     event,
                 )
+            self._enter("between")  # so another loss in a hook is none of the hook's concern
             for owner in (*trainer.callbacks, trainer.lightning_module):
                 if (on_rank_loss := getattr(owner, "on_rank_loss", None)) is not None:
                     arguments = () if owner is trainer.lightning_module else (trainer, trainer.lightning_module)
                     on_rank_loss(*arguments, event)
         return is_made
+
+    # --- between two steps
+
+    def _enter(self, place: Literal["step", "between", "repeated"]) -> None:
+        self._place = place
+        gather_otherwise(self._gather if place == "between" and self._registry is not None else None)
+
+    def end_step(self) -> None:
+        """Called when a step is complete, before what follows it: validations, saves, the end of an epoch."""
+        self._enter("between")
+
+    def _gather(self, value: Any) -> list[Any]:
+        """Returns the values of all ranks, in the order of their numbers; those of the ranks left, after a loss."""
+        while True:
+            try:
+                return self._gather_once(value)
+            except _LostError as lost:
+                failure = lost.with_traceback(None)
+            self.recover(self._loop, failure, goes_back=False)
+
+    def _gather_once(self, value: Any) -> list[Any]:
+        """Returns the values of all ranks, on all of them, or raises an error on all of them.
+
+        Phases: 1. each rank writes its value; 2. the first that sees the values of all, or that a rank has ended before
+        it has written its own, records which; 3. all read that record, and the values.
+
+        Raises:
+            _LostError: a rank has ended.
+        """
+        assert self._registry is not None
+        job, former = self._registry.job, self._num_gathered
+        self._num_gathered += 1
+        keys = [self._gathered(self._num_gathered, rank) for rank in self._members]
+        outcome_key = self._gathered(self._num_gathered, "all")
+        own = self._gathered(self._num_gathered, self._me)
+        job.line.ask("set", own, signed(own, pickle.dumps(value)))
+        with waiting("the agreement between two steps"):
+            while (outcome := job.read(outcome_key, _OUTCOME)) is None:
+                if job.has(*keys):
+                    job.record_first(outcome_key, {"all": True}, _OUTCOME)
+                elif self._lost():
+                    job.record_first(outcome_key, {"all": False}, _OUTCOME)
+                elif self._has_failed():
+                    raise RuntimeError("The connection was closed: another rank has failed.")
+                else:
+                    time.sleep(_TICK_S)
+        if not outcome["all"]:
+            raise _LostError
+        contents = [verified(key, content) for key, content in zip(keys, job.line.ask("multi_get", keys), strict=True)]
+        job.line.ask("delete_key", self._gathered(former, self._me))  # all have read it: they have written the next one
+        return [pickle.loads(content or b"") for content in contents]  # noqa: S301 - signed by a rank of this job
+
+    def _gathered(self, number: int, name: int | str) -> str:
+        return f"polyphase/losses/{self._generation}/between/{number}/{name}"
+
+    def repeat(self, work: Callable[[], Any], undo: Callable[[], None] = lambda: None) -> Any:
+        """Calls `work` on all ranks, between two steps; again on those that are left, if one is lost meanwhile.
+
+        Args:
+            work: calls `commit` when nothing of it can be repeated any more; else that is done after it.
+            undo: called before `work` is called again.
+        """
+        if self._place != "between":  # a save of a hook within a step, say
+            return work()
+        while True:
+            self._enter("repeated")
+            try:
+                result = work()
+                self.commit()
+                return result
+            except RuntimeError as error:
+                if self._place != "repeated" or not self.is_cause_of(error):
+                    raise
+                failure = error.with_traceback(None)
+            undo()
+            self.recover(self._loop, failure, goes_back=False)
+
+    def commit(self) -> None:
+        """Ends what is repeated after a loss: all ranks have done it.
+
+        Raises:
+            _LostError: one has ended before, so that none has.
+        """
+        if self._place == "repeated":
+            self._gather_once(None)
+            self._enter("between")
+
+    def check(self) -> None:
+        """Called between two batches of a validation, which may be long, and have no collective.
+
+        Raises:
+            _LostError: a rank has ended.
+        """
+        if self._place == "repeated" and self._is_cut:
+            raise _LostError
+
+    def validate(self, loop: Any) -> None:
+        """Runs the validation of a loop; its values and the module's attributes are as before it, if it is repeated."""
+        trainer, validation = self._trainer, loop.val_loop
+        snapshot = StepSnapshot(trainer.lightning_module, validation._results)
+        progress, seen = validation.batch_progress.state_dict(), dict(validation._seen_batches_per_dataloader)
+
+        def undo() -> None:
+            if trainer._logger_connector.results is not None:
+                trainer._logger_connector.end_batch()
+            snapshot.undo()
+            validation.batch_progress.load_state_dict(progress)
+            validation._seen_batches_per_dataloader.clear()
+            validation._seen_batches_per_dataloader.update(seen)
+
+        self.repeat(validation.run, undo)
 
     # --- who is left
 
@@ -382,7 +523,8 @@ class RankLoss:
         assert self._registry is not None
         job, key = self._registry.job, f"polyphase/losses/{self._generation}"
         altered = not self._is_to_deal and self._versions != self._present_versions() and not self._has_stepped(steps)
-        job.write(f"{key}/{self._me}", {"steps": steps, "altered": altered})
+        samples = 0 if self._start is None or self._has_stepped(steps) else self._start.num_samples
+        job.write(f"{key}/{self._me}", {"steps": steps, "samples": samples, "altered": altered})
         deadline = time.monotonic() + min(_ANSWER_S, (self._trainer.hang_timeout_s or math.inf) / 2)
         while (decision := job.read(f"{key}/decision", _DECISION)) is None:
             if self._has_failed():
@@ -428,24 +570,27 @@ class RankLoss:
                 " again with resume='auto'."
             )
         source = next(rank for rank, word in words.items() if word["steps"] == most)
-        return {"by": self._me, "ranks": list(words), "steps": most, "source": source, "ends": ends}
+        samples = sum(word["samples"] for word in words.values() if word["steps"] == most)
+        about = {"ranks": list(words), "steps": most, "samples": samples, "source": source}
+        return {"by": self._me, **about, "ends": ends}
 
     def _meet(self, ranks: Sequence[int]) -> None:
         """Connects the ranks that are left under a new generation.
 
         Raises:
-            _LostAgainError: one of them has ended.
+            _LostError: one of them has ended.
         """
         assert self._registry is not None
         job: JobStore = self._registry.job
         with self._lock:
             self._members, self._generation = list(ranks), self._generation + 1
+            self._num_gathered, self._is_cut = 0, False
         keys = [f"polyphase/losses/{self._generation}/here/{rank}" for rank in ranks]
         rank = self._members.index(self._me)
         job.write(keys[rank], {})
         while not job.has(*keys):
             if self._lost():
-                raise _LostAgainError
+                raise _LostError
             time.sleep(_TICK_S)
         store = dist.PrefixStore(f"generation/{self._generation}", job.store.clone())
         adapt(self._trainer.strategy).regroup([self._devices[member] for member in ranks], rank, store)
@@ -478,7 +623,7 @@ class RankLoss:
         trainer.steering.meet_again()
         trainer._signal_connector.meet_again()
         loop.leave_comparisons()
-        loop.val_loop._combined_loader = None  # Lightning: the loaders of the next validation are made anew
+        loop.val_loop.begin_again()
         if is_new_zero:
             trainer.run_history.take_over()
             trainer._checkpoint_connector.logs.take_over()
@@ -490,7 +635,7 @@ class RankLoss:
                     bar.on_train_epoch_start(trainer, module)
 
     def explain(self, error: BaseException) -> None:
-        """Prints, on one rank, why training does not go on after a loss that was not within a step."""
+        """Prints, on one rank, why training does not go on after a loss."""
         if self._registry is None or isinstance(error, RankLossError) or not is_of_connection(error):
             return
         lost = self._noticed()
@@ -498,7 +643,7 @@ class RankLoss:
         if lost and self._registry.job.record_first("polyphase/losses/explained", own, {"by": int}) == own:
             print_rank(
                 self._trainer.global_rank,
-                f"on_rank_loss='continue': {in_words(lost)} lost while this rank was not in a step of training (its"
-                f" phase: {self._trainer.heartbeat.phase!r}), and training goes on only after a loss within a step. So"
-                " the run ends; start it again with resume='auto'",
+                f"on_rank_loss='continue': {in_words(lost)} lost while this rank was in a collective of a hook (its"
+                f" phase: {self._trainer.heartbeat.phase!r}), which only the hook could repeat. So the run ends; start"
+                " it again with resume='auto'",
             )

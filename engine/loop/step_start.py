@@ -36,6 +36,12 @@ class StepStart:
         self.num_steps = optim_progress.optimizer.step.total.completed
         """The number of optimizer steps until this one."""
 
+    @property
+    def num_samples(self) -> int:
+        """The samples of this step that this rank has begun with; each batch counts as a full one."""
+        _, micro_batch_size, _ = self._trainer.batch_sizes
+        return (self._loop.batch_progress.current.ready - self._num_ready[1]) * micro_batch_size
+
     def divide(self, divide: Divide) -> None:
         """Divides the rest of the epoch anew, from this step on; draws no random number."""
         loop, numbers = self._loop, get_random_state()

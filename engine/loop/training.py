@@ -566,6 +566,8 @@ class _Epoch:
         progress = loop.batch_progress
         ends_window = not loop._should_accumulate()
         is_last = progress.is_last_batch or progress.current.ready == self._fit_loop.max_batches
+        if ends_window and loop.rank_loss is not None:
+            loop.rank_loss.end_step()
         if is_last or trainer.should_stop or self._may_validate():
             self._validate(ends_window)
         if self._hooks.strategy.lr_scheduler_configs:
@@ -602,7 +604,10 @@ class _Epoch:
         if ends_window:
             call._call_lightning_module_hook(trainer, "on_validation_model_zero_grad")
         with loop.garbage.automatic():
-            loop.val_loop.run()
+            if loop.rank_loss is None:
+                loop.val_loop.run()
+            else:
+                loop.rank_loss.validate(loop)
         trainer.training = True
         loop.rng_state_before_validation = None
         connector._first_loop_iter = first_loop_iter

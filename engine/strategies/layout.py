@@ -358,6 +358,17 @@ class DistributedStrategy(EngineStrategy):
                 " micro_batch_size, or communicate after the step."
             )
 
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Waits for all ranks."""
+        if WORLD.is_otherwise:
+            WORLD.all_gather_object(None)
+        else:
+            super().barrier(*args, **kwargs)  # type: ignore[misc]
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Returns the value of one rank on every rank."""
+        return WORLD.all_gather_object(obj)[src] if WORLD.is_otherwise else super().broadcast(obj, src)  # type: ignore[misc]
+
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Returns whether all ranks, or any rank, have True; ranks that share samples take part, too."""
         votes = sum(WORLD.all_gather_bools(decision))
@@ -434,7 +445,7 @@ class DistributedStrategy(EngineStrategy):
         strategy: Any = self
         strategy.parallel_devices = list(devices)
         self.layout = self.derive_layout(len(devices))
-        set_local_rank(rank)
+        set_local_rank(rank, len(devices))
         strategy.set_world_ranks()
         connect(store, rank, len(devices))
         with noting_connections(strategy.cluster_environment.main_port):

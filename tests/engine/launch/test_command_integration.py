@@ -30,6 +30,50 @@ def test_a_killed_process_starts_all_of_them_again(tmp_path):
         assert (tmp_path / f"start-1-{rank}").read_text() == "2 1 ['--epochs', '5']"
 
 
+GOES_ON = """
+import os, signal, sys
+from pathlib import Path
+import torch
+from lightning.pytorch import Callback
+from polyphase import Engine
+from polyphase.models import Digits, DigitsClassifier
+
+class Accident(Callback):
+    def on_before_backward(self, trainer, pl_module, loss):
+        is_due = (trainer.global_step, len(trainer.rank_losses)) in ((4, 0), (6, 1))
+        if is_due and trainer.global_rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+class Classifier(DigitsClassifier):
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+engine = Engine(strategy="ddp", devices=3, accelerator="cpu", max_steps=12, global_batch_size=60,
+    on_rank_loss="continue", callbacks=[Accident()], limit_val_batches=0, default_root_dir=".")
+engine.fit(Classifier(), datamodule=Digits())
+start = os.environ["TORCHELASTIC_RESTART_COUNT"]
+said = f"{engine.global_step} {[loss.ranks for loss in engine.rank_losses]}"
+Path(f"end-{start}-{os.environ['RANK']}").write_text(said)
+if sys.argv[1:]:
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+LAUNCH_3 = [sys.executable, "-m", "polyphase.engine", "launch", "--nproc", "3", "--max-restarts", "0", "--", "job.py"]
+
+
+def test_the_others_go_on_without_killed_ranks_if_they_say_so(tmp_path):
+    (tmp_path / "job.py").write_text(GOES_ON)
+    finished = run_command(LAUNCH_3, timeout_s=120)
+    assert finished.returncode == 0, finished.output
+    assert [path.name for path in tmp_path.glob("end-*")] == ["end-0-0"]
+    assert (tmp_path / "end-0-0").read_text() == "12 [[0], [1]]"
+
+
+def test_a_rank_that_is_killed_after_the_run_is_a_failure(tmp_path):
+    (tmp_path / "job.py").write_text(GOES_ON)
+    finished = run_command([*LAUNCH_3, "dies at its end"], timeout_s=120)
+    assert finished.returncode == 1, finished.output
+
+
 def test_modules_are_started_and_failures_passed_on(tmp_path):
     (tmp_path / "job.py").write_text("import sys; sys.exit(3)")
     command = [sys.executable, "-m", "polyphase.engine", "launch", "--nproc=1", "--max-restarts=0", "--", "-m", "job"]

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.strategies import DDPStrategy
@@ -21,8 +22,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from polyphase.callbacks import Snapshot
 from polyphase.engine import Engine
-from polyphase.engine.checkpoint import get_random_state, set_random_state
 
+from ...chaos.without_restart import SaveForSurvivors
 from ..parity import TOLERANCE, adamw, largest_difference
 from ..tiny import QUIET
 
@@ -80,22 +81,6 @@ class Victim(Callback):
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         if self.point == "optimizer" and self._is_due(trainer):
             die()
-
-
-class SaveForSurvivors(Callback):
-    """Saves after step `AT`, with the random states of the ranks that are left in place of those of the first."""
-
-    def __init__(self, path: Path, left: list[int], at: int) -> None:
-        self.path, self.left, self.at = path, left, at
-
-    def on_train_step_end(self, trainer: Any, pl_module: Any, save_now: bool) -> None:
-        if trainer.global_step != self.at:
-            return
-        states: list[Any] = [None] * trainer.world_size
-        dist.all_gather_object(states, get_random_state())
-        if trainer.global_rank < len(self.left):
-            set_random_state(states[self.left[trainer.global_rank]])
-        trainer.save_checkpoint(self.path)
 
 
 def data() -> TensorDataset:
@@ -232,26 +217,122 @@ def test_a_fourth_loss_within_ten_minutes_ends_the_run():
         fit(Net(), devices=5, on_rank_loss="continue", callbacks=[Several()])
 
 
-class InValidation(Callback):
-    def on_validation_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        if trainer.global_rank == 1 and not trainer.sanity_checking:
-            die()
-
-
 class Validated(Net):
+    """Keeps the outputs of a validation, as many modules do."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__(dropout)
+        self.outputs: list[Tensor] = []
+
     def val_dataloader(self) -> DataLoader:
         return DataLoader(data(), batch_size=4)
 
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        self.log("val_loss", self.net(batch[0]).mean(), sync_dist=True)
+        self.outputs.append(self.net(batch[0]))
+        self.log("val_loss", self.outputs[-1].mean(), sync_dist=True)
+
+    def on_validation_epoch_end(self) -> None:
+        assert len(self.outputs) <= self.trainer.num_val_batches[0]
+        self.outputs.clear()
 
 
-def test_a_loss_in_a_validation_ends_the_run_by_name(capfd):
+class Outside(Callback):
+    """Kills a rank outside of a step of the second epoch, and counts the ends of validations."""
+
+    def __init__(self, rank: int, point: str) -> None:
+        self.rank, self.point, self.num_ends, self.values = rank, point, 0, list[float]()
+
+    def _reach(self, trainer: Any, point: str) -> None:
+        is_due = trainer.current_epoch == 1 and trainer.world_size == RANKS and not trainer.sanity_checking
+        if is_due and point == self.point and trainer.global_rank == self.rank:
+            die()
+
+    def on_validation_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, *_: Any) -> None:
+        if batch_idx == 2:
+            self._reach(trainer, "validation")
+
+    def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self._reach(trainer, "end of a validation")
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        self.num_ends += not trainer.sanity_checking
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self._reach(trainer, "epoch end")
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        self._reach(trainer, "epoch start")
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
+        self._reach(trainer, "save")
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        assert [event.ranks for event in trainer.rank_losses] == [[self.rank]]
+        assert self.num_ends == EPOCHS
+
+
+OUTSIDE = [
+    (1, "validation"),
+    (0, "end of a validation"),
+    (2, "epoch end"),
+    (0, "epoch start"),
+    (0, "save"),
+    (1, "save"),
+]
+
+
+@pytest.mark.parametrize(("victim", "point"), OUTSIDE)
+def test_after_a_loss_outside_of_a_step_what_was_begun_is_done_once(tmp_path, victim, point):
+    module = Validated()
+    logger = CSVLogger(tmp_path, version="log", flush_logs_every_n_steps=1)
+    callbacks = [Outside(victim, point), ModelCheckpoint(tmp_path / "saved", save_top_k=-1)]
+    flags = {"logger": logger, "enable_checkpointing": True, "on_rank_loss": "continue"}
+    engine = fit(module, callbacks=callbacks, **flags)
+    assert engine.global_step == EPOCHS * -(-SIZE // BATCH)
+    assert len(list((tmp_path / "saved").iterdir())) == EPOCHS
+    rows = csv.DictReader((tmp_path / "lightning_logs" / "log" / "metrics.csv").read_text().splitlines())
+    assert [int(row["epoch"]) for row in rows if row["val_loss"]] == list(range(EPOCHS))
+    alone = Engine(**QUIET, devices=1).validate(module, verbose=False)[0]["val_loss"]
+    assert float(engine.callback_metrics["val_loss"]) == pytest.approx(alone, abs=TOLERANCE)
+
+
+class Early(Outside):
+    """Kills a rank in a validation in the middle of the second epoch."""
+
+    def on_validation_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, *_: Any) -> None:
+        if trainer.global_step == AT + 1:
+            self._reach(trainer, "validation")
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize("accident", [Victim(2, "optimizer"), Early(2, "validation")])
+def test_a_snapshot_right_after_a_loss_resumes_at_its_place(tmp_path, accident):
+    flags = {"limit_val_batches": 2, "val_check_interval": 1}
+    snapshots = Snapshot(tmp_path, every_n_steps=1, keep_last=100, in_background=False)
+    killed, resumed = Validated(0.3), Validated(0.3)
+    fit(killed, on_rank_loss="continue", callbacks=[accident, snapshots], **flags)
+    (path,) = tmp_path.glob(f"step={AT + 1}")
+    fit(resumed, devices=2, resume=path, **flags)
+    assert largest_difference(weights(killed), weights(resumed)) == 0
+
+
+class OwnCollective(Callback):
+    """A hook that has the ranks wait for each other, and one of them killed meanwhile."""
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.global_rank == 1:
+            die()
+        dist.barrier()
+
+
+def test_a_loss_in_a_users_own_collective_ends_the_run_by_name(capfd):
     started_s = time.monotonic()
     with pytest.raises((ProcessRaisedException, ProcessExitedException)):
-        fit(Validated(), on_rank_loss="continue", callbacks=[InValidation()])
+        fit(Net(), on_rank_loss="continue", callbacks=[OwnCollective()])
     shown = capfd.readouterr().err
-    assert "on_rank_loss='continue': rank 1 lost while this rank was not in a step of training" in shown
+    assert "on_rank_loss='continue': rank 1 lost while this rank was in a collective of a hook" in shown
     assert time.monotonic() - started_s < 30
 
 

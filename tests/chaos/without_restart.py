@@ -1,0 +1,429 @@
+"""Kills ranks of runs with `on_rank_loss="continue"` again and again, and compares each with resumptions without them.
+
+    python -m tests.chaos.without_restart --kills 100
+
+A row is a point: in each of its runs, of 3 or 4 ranks, ranks are killed (SIGKILL) there, twice where it can be, in
+drawn steps, with or without workers of the loader and accumulation. At the end of a run: whether it has hung, or ended;
+which samples were trained on how often in each epoch (of a step that was made again, by fewer ranks, the last time
+counts); how far the weights are from those of runs that were stopped after the same steps and resumed with the ranks
+that were left; and how long it took from each kill until the ranks that are left had finished a step.
+
+Weights have 64 bits: the order of a sum makes less than 1e-12, anything else more than 1e-6.
+"""
+
+import argparse
+import json
+import math
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from polyphase.callbacks import Snapshot
+from polyphase.engine import Engine
+from polyphase.engine.checkpoint import get_random_state, set_random_state
+
+from ..engine.tiny import QUIET
+from .job import Traps
+
+__all__ = ["POINTS", "Kill", "Plan", "SaveForSurvivors", "Verdict", "plan", "storm"]
+
+SIZE, BATCH, EPOCHS = 61, 12, 4
+STEPS = -(-SIZE // BATCH)
+"""Optimizer steps of an epoch; the last one has one sample."""
+SAME = 1e-12
+"""The largest difference of weights of 64 bits that comes from the order of a sum."""
+LIMIT_S = 120.0
+"""A run that takes longer has hung: it takes a few seconds, and 15 more if a rank is lost while the others connect."""
+
+IN_STEP = ("random", "fetch", "forward", "backward", "reduced", "stepped", "batch end")
+IN_SAVE = ("save", "write", "rename", "renamed")
+AT_BORDER = ("epoch end", "epoch start")
+IN_VALIDATION = ("validation start", "validation batch", "validation end")
+POINTS = (*IN_STEP, "two at once", "recovery", *AT_BORDER, *IN_VALIDATION, *IN_SAVE)
+"""``"reduced"``: between the last all-reduce and the optimizer; ``"stepped"``: when the optimizer has changed the
+weights; ``"recovery"``: a second rank while the others recover from the loss of a first one. The last three are traps
+in the files of a snapshot, see `job.POINTS`."""
+
+
+@dataclass(frozen=True)
+class Kill:
+    """Ranks, by their numbers at the beginning, that are killed at a point of a step."""
+
+    point: str
+    ranks: tuple[int, ...]
+    step: int
+    delay_s: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run, and who is killed in it."""
+
+    num_ranks: int
+    kills: tuple[Kill, ...]
+    num_workers: int
+    micro_batch: int
+    """The batch size of the loader: less than a rank's share of a step is accumulated."""
+
+    @property
+    def validates(self) -> bool:
+        return any(kill.point in IN_VALIDATION for kill in self.kills)
+
+    @property
+    def saves(self) -> bool:
+        return any(kill.point in IN_SAVE for kill in self.kills)
+
+
+@dataclass
+class Verdict:
+    """The outcome of a run."""
+
+    num_kills: int = 0
+    lost: int = 0
+    repeated: int = 0
+    difference: float = 0.0
+    ended: str = ""
+    """The error of a run that did not go on."""
+    is_hung: bool = False
+    left_running: int = 0
+    recoveries_s: list[float] = field(default_factory=list)
+
+    @property
+    def is_good(self) -> bool:
+        bad = self.lost or self.repeated or self.ended or self.is_hung or self.left_running
+        return not bad and self.difference <= SAME
+
+
+def plan(point: str, draw: random.Random) -> Plan:
+    """Draws a run with kills at one point."""
+    num_ranks = draw.choice([3, 4])
+    victims = draw.sample(range(num_ranks), num_ranks - 1)
+    # A loss in the last epoch would have no later step; each kill is in an epoch of its own.
+    first = draw.randrange(2)
+    places = [epoch * STEPS + draw.randrange(1, STEPS) for epoch in (first, 2)]
+    if point in AT_BORDER or point in IN_VALIDATION:
+        places = [first, 2]
+    sizes = [2, 1] if point in ("two at once", "recovery") else [1, 1]
+    sizes = sizes[: 2 if sum(sizes) < num_ranks else 1]
+    kills = []
+    for size, place in zip(sizes, places, strict=False):
+        ranks, victims = tuple(victims[:size]), victims[size:]
+        one = "random" if point == "two at once" else point if size == 2 or point != "recovery" else "backward"
+        kills.append(Kill(one, ranks, place, draw.uniform(0.0, 0.1)))
+    return Plan(num_ranks, tuple(kills), draw.choice([0, 0, 1]), draw.choice([2, BATCH]))
+
+
+# --- the run
+
+
+class Recorder(LightningModule):
+    """Writes a line for each batch: epoch, optimizer step, number of ranks, and the numbers of its samples."""
+
+    def __init__(self, folder: Path | None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.folder = folder
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Dropout(0.3), nn.Linear(16, 16), nn.Linear(16, 1))
+
+    def note(self, *words: Any) -> None:
+        if self.folder is not None:
+            with (self.folder / f"lines-{os.getpid()}").open("a") as file:
+                file.write(json.dumps([*words]) + "\n")
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        numbers, inputs, targets = batch
+        if not self.trainer.is_filler(batch_idx):
+            place = self.current_epoch, self.global_step, self.trainer.world_size
+            self.note("samples", *place, *numbers.tolist())
+        loss = (self.net(inputs).squeeze(1) - targets).square().mean()
+        self.log("loss", loss, on_step=False, on_epoch=True, sync_dist=True)
+        return loss
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if not self.trainer.fit_loop._should_accumulate():
+            self.note("step", time.time(), self.trainer.world_size)
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        _, inputs, targets = batch
+        self.log("val_loss", (self.net(inputs).squeeze(1) - targets).square().mean(), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-4)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.9)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def _die(folder: Path) -> None:
+    with (folder / "kills").open("ab", buffering=0) as file:  # in one write, as the shell does
+        file.write(f"{time.time()}\n".encode())
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class _Traps(Traps):
+    def spring(self, point: str) -> None:
+        """Kills this process, and writes down when, if there is a trap at a point."""
+        trap = self._folder / f"trap-{point}"
+        if trap.exists():
+            with suppress(FileNotFoundError):  # one rank's alone
+                trap.unlink()
+                _die(self._folder)
+
+
+class Victims(Callback):
+    """Kills ranks as planned, and writes down each kill and each loss that a rank learns of."""
+
+    def __init__(self, folder: Path, kills: tuple[Kill, ...]) -> None:
+        self.folder, self.kills, self.traps = folder, kills, _Traps(folder)
+        self.own = -1
+
+    def on_rank_loss(self, trainer: Any, pl_module: Any, lost: Any) -> None:
+        pl_module.note("loss", lost.step, *lost.ranks)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.own = trainer.global_rank
+        (self.folder / f"pid-{self.own}").write_text(str(os.getpid()))
+        sys.addaudithook(self.traps)
+        trainer.optimizers[0].register_step_post_hook(lambda *_: self._reach("stepped", trainer.global_step))
+
+    def _reach(self, point: str, place: int) -> None:
+        for kill in self.kills:
+            if kill.point == point and self.own in kill.ranks and kill.step == place:
+                _die(self.folder)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        step, is_first = trainer.global_step, batch_idx % trainer.accumulate_grad_batches == 0
+        self._reach("fetch", step)
+        for kill in self.kills if is_first else ():
+            if kill.step != step or self.own not in kill.ranks:
+                continue
+            if kill.point == "random" and self.own == kill.ranks[0]:
+                pids = " ".join((self.folder / f"pid-{rank}").read_text() for rank in kill.ranks)
+                words = f"sleep {kill.delay_s:.4f}; date +%s.%N >> {self.folder}/kills; kill -9 {pids}"
+                subprocess.Popen(["sh", "-c", words], start_new_session=True)
+            if kill.point == "recovery" and self.own == kill.ranks[1]:
+                threading.Thread(target=self._follow, args=(trainer, kill.delay_s), daemon=True).start()
+            if kill.point in IN_SAVE[1:]:
+                (self.folder / f"trap-{kill.point}").touch()
+
+    def _follow(self, trainer: Any, delay_s: float) -> None:
+        while trainer.heartbeat.phase != "regroup":
+            time.sleep(0.0005)
+        time.sleep(delay_s)
+        _die(self.folder)
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+        self._reach("forward", trainer.global_step)
+        if trainer.fit_loop._should_accumulate():
+            return
+        for kill in self.kills:
+            at = kill.point == "backward" or (kill.point == "recovery" and self.own == kill.ranks[0])
+            if at and self.own in kill.ranks and kill.step == trainer.global_step:
+                # The gradients of the last layers have been sent, those of the first ones have not.
+                pl_module.net[0].weight.register_post_accumulate_grad_hook(lambda _: _die(self.folder))
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        self._reach("reduced", trainer.global_step)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        self._reach("batch end", trainer.global_step)
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        self._reach("epoch start", trainer.current_epoch)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self._reach("epoch end", trainer.current_epoch)
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        self._reach("validation start", trainer.current_epoch)
+
+    def on_validation_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self._reach("validation batch", trainer.current_epoch)
+
+    def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self._reach("validation end", trainer.current_epoch)
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
+        self._reach("save", trainer.global_step)
+
+
+class SaveForSurvivors(Callback):
+    """Saves after a step, with the random states of the ranks that are left in place of those of the first."""
+
+    def __init__(self, path: Path, left: list[int], at: int) -> None:
+        self.path, self.left, self.at = path, left, at
+
+    def on_train_step_end(self, trainer: Any, pl_module: Any, save_now: bool) -> None:
+        if trainer.global_step != self.at:
+            return
+        states: list[Any] = [get_random_state()]
+        if trainer.world_size > 1:
+            states *= trainer.world_size
+            dist.all_gather_object(states, states[0])
+        if trainer.global_rank < len(self.left):
+            set_random_state(states[self.left[trainer.global_rank]])
+        trainer.save_checkpoint(self.path)
+
+
+def _data() -> TensorDataset:
+    inputs = torch.randn(SIZE, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    return TensorDataset(torch.arange(SIZE), inputs, inputs.sum(1).sin())
+
+
+def _fit(run: Plan, num_ranks: int, module: Recorder, resume: Path | None = None, **flags: Any) -> None:
+    engine = Engine(
+        strategy="ddp_fork",
+        devices=num_ranks,
+        precision="64-true",
+        global_batch_size=BATCH,
+        max_epochs=EPOCHS,
+        hang_timeout_s=30,
+        limit_val_batches=1.0 if run.validates else 0,
+        num_sanity_val_steps=0,
+        **QUIET,
+        **flags,
+    )
+    order = torch.Generator().manual_seed(5)
+    loader = DataLoader(_data(), run.micro_batch, shuffle=True, generator=order, num_workers=run.num_workers)
+    validation = DataLoader(_data(), 4) if run.validates else None
+    engine.fit(module, loader, validation, ckpt_path=resume, weights_only=None if resume is None else False)
+
+
+# --- the verdict
+
+
+def storm(run: Plan, folder: Path) -> Verdict:
+    """Makes a run in which ranks are killed, and judges it."""
+    module, verdict = Recorder(folder), Verdict()
+    callbacks: list[Callback] = [Victims(folder, run.kills)]
+    if run.saves:
+        callbacks.append(Snapshot(folder / "snapshots", every_n_steps=1, in_background=False))
+    try:
+        with _limit(LIMIT_S):
+            _fit(run, run.num_ranks, module, on_rank_loss="continue", callbacks=callbacks)
+    except TimeoutError:
+        verdict.is_hung = True
+    except Exception as error:
+        verdict.ended, verdict.is_hung = str(error).strip().splitlines()[-1][:200], "no progress" in str(error)
+    verdict.left_running = len(psutil.Process().children(recursive=True))
+    lines = [json.loads(line) for path in folder.glob("lines-*") for line in path.read_text().splitlines()]
+    kills = [float(line) for line in _lines(folder / "kills")]
+    verdict.num_kills = len(kills)
+    if verdict.ended or verdict.is_hung:
+        return verdict
+    verdict.lost, verdict.repeated = _count(lines)
+    verdict.recoveries_s = list(_recoveries(lines, kills, run.num_ranks))
+    expected = _resumed(run, lines, folder)
+    own = dict(module.named_parameters())
+    verdict.difference = max((own[name] - p).abs().max().item() for name, p in expected.named_parameters())
+    return verdict
+
+
+@contextmanager
+def _limit(longest_s: float) -> Iterator[None]:
+    def give_up(*_: Any) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.setitimer(signal.ITIMER_REAL, longest_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def _count(lines: list[Any]) -> tuple[int, int]:
+    """The numbers of samples that no step of an epoch, and more than one, was trained on."""
+    batches = [line[1:] for line in lines if line[0] == "samples"]
+    fewest: dict[int, int] = {}
+    for _, step, num_ranks, *_ in batches:
+        fewest[step] = min(num_ranks, fewest.get(step, num_ranks))
+    trained = [Counter[int]() for _ in range(EPOCHS)]
+    for epoch, step, num_ranks, *numbers in batches:
+        if num_ranks == fewest[step]:
+            trained[epoch].update(numbers)
+    return (
+        sum(SIZE - len(epoch) for epoch in trained),
+        sum(count - 1 for epoch in trained for count in epoch.values()),
+    )
+
+
+def _recoveries(lines: list[Any], kills: list[float], num_ranks: int) -> Iterator[float]:
+    """Seconds from each kill to the end of the first step by fewer ranks than were there."""
+    steps = sorted((at, ranks) for kind, at, ranks, *_ in (line for line in lines if line[0] == "step"))
+    for kill in kills:
+        before = min((ranks for at, ranks in steps if at < kill), default=num_ranks)
+        yield next((at for at, ranks in steps if at > kill and ranks < before), math.inf) - kill
+
+
+def _resumed(run: Plan, lines: list[Any], folder: Path) -> Recorder:
+    """Runs that were stopped where ranks were lost, and resumed with those that were left."""
+    losses: dict[int, set[int]] = {}
+    for _, step, *ranks in (line for line in lines if line[0] == "loss"):
+        losses.setdefault(step, set()).update(ranks)
+    ranks, path = list(range(run.num_ranks)), None
+    module = Recorder(None)
+    for step, lost in sorted(losses.items()):
+        left = [rank for rank in ranks if rank not in lost]
+        save = SaveForSurvivors(folder / f"{step}.ckpt", [ranks.index(rank) for rank in left], step)
+        _fit(run, len(ranks), Recorder(None), path, callbacks=[save], max_steps=step)
+        ranks, path = left, save.path
+    _fit(run, len(ranks), module, path)
+    return module
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", default=list(POINTS), choices=list(POINTS))
+    parser.add_argument("--kills", type=int, default=100, help="at least so many, of all points together")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    each = -(-options.kills // len(options.only))
+    are_good = [_row(point, each, random.Random(f"{options.seed} {point}")) for point in options.only]
+    sys.exit(not all(are_good))
+
+
+def _row(point: str, num_kills: int, draw: random.Random) -> bool:
+    verdicts: list[Verdict] = []
+    while sum(verdict.num_kills for verdict in verdicts) < num_kills and len(verdicts) < num_kills:
+        run = plan(point, draw)
+        with tempfile.TemporaryDirectory() as folder:
+            verdicts.append(storm(run, Path(folder)))
+        if not verdicts[-1].is_good:
+            print(f"  {run}: {verdicts[-1]}", file=sys.stderr, flush=True)
+    seconds = sorted(s for verdict in verdicts for s in verdict.recoveries_s)
+    median, largest = (f"{statistics.median(seconds):.2f} s", f"{seconds[-1]:.2f} s") if seconds else ("-", "-")
+    sums = [sum(getattr(v, name) for v in verdicts) for name in ("num_kills", "lost", "repeated")]
+    counts = [*sums, sum(bool(v.ended) for v in verdicts), sum(v.is_hung for v in verdicts)]
+    counts.append(sum(v.difference > SAME for v in verdicts))
+    cells = [point, len(verdicts), *counts, f"{max(v.difference for v in verdicts):.0e}", median, largest]
+    print("|", " | ".join(map(str, cells)), "|", flush=True)
+    return all(verdict.is_good for verdict in verdicts)
+
+
+if __name__ == "__main__":
+    main()
