@@ -439,8 +439,8 @@ def _install_fit_loop(trainer: TrainerBase, config: EngineConfig, watch: NonFini
     if config.micro_batch_size == "auto":
         optimization.out_of_memory = OutOfMemory(trainer)
     if config.on_rank_loss == "continue":
-        epochs = trainer.fit_loop.epoch_loop
-        epochs.rank_loss = epochs.val_loop.rank_loss = RankLoss(trainer)
+        own_loop: Any = trainer.fit_loop.epoch_loop
+        own_loop.rank_loss = own_loop.val_loop.rank_loss = RankLoss(trainer)
         optimization.keeps_results = True
 
 

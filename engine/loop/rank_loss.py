@@ -34,6 +34,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Literal, NamedTuple
 
+import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 from lightning.pytorch import LightningModule, Trainer
@@ -319,6 +320,12 @@ class RankLoss:
         self._trainer._data_connector.data_position.data_sets.mark_step()
         self._versions = self._present_versions()
 
+    def deal_epoch(self) -> None:
+        """Divides an epoch that has not begun, if ranks were lost since the last step; called before it begins."""
+        if self._is_to_deal:
+            self._is_to_deal = False
+            self._trainer._data_connector.data_position.deal_epoch()
+
     def _present_versions(self) -> list[int]:
         # torch: each change of a tensor in place counts; the weights of a step that is made again must be as before.
         return [parameter._version for parameter in self._trainer.lightning_module.parameters()]
@@ -364,7 +371,8 @@ class RankLoss:
         """
         began_s = time.monotonic()
         trainer, strategy = self._trainer, adapt(self._trainer.strategy)
-        with trainer.heartbeat.within("regroup"):
+        # A collective between two steps may be called where gradients are off; a new reducer begins with a backward.
+        with trainer.heartbeat.within("regroup"), torch.enable_grad():
             before, was_zero, is_made = list(self._members), trainer.is_global_zero, False
             steps = loop.automatic_optimization.optim_progress.optimizer.step.total.completed
             self._enter("step")

@@ -135,6 +135,8 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
         """Prepares the epoch; called when its iterator exists."""
         data: Any = self.trainer._data_connector
         if not self.restarting and not self.trainer.fit_loop.is_resuming:
+            if self.rank_loss is not None:
+                self.rank_loss.deal_epoch()
             data.data_position.begin_next_epoch()
         elif self._begins_epoch:
             data.data_position.data_sets.restart_changed_streams(data_fetcher, data.data_position.epoch)

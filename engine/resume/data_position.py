@@ -374,15 +374,23 @@ class DataPosition:
         Returns:
             The number of micro-batches that hold as many samples, as they are cut for the ranks that are left.
         """
+        batches, loader = self._take_ranks(), self.sizes.loader
+        assert loader is not None
+        if (position := self._resumed_positions.get(loader)) is not None:
+            position.world_size = batches.sampler.num_replicas
+        return self.resplit(done, batches.batch_size)
+
+    def deal_epoch(self) -> None:
+        """Deals the whole next epoch to the ranks that are left; called before `begin_next_epoch`."""
+        self.sizes.resplit(self._take_ranks().batch_size)
+
+    def _take_ranks(self) -> Any:
         loader = self.sizes.loader
         assert loader is not None
         batches: Any = loader.batch_sampler
         ranks = self.trainer.distributed_sampler_kwargs
-        order, position = batches.sampler, self._resumed_positions.get(loader)
-        order.num_replicas, order.rank = ranks["num_replicas"], ranks["rank"]
-        if position is not None:
-            position.world_size = order.num_replicas
-        return self.resplit(done, batches.batch_size)
+        batches.sampler.num_replicas, batches.sampler.rank = ranks["num_replicas"], ranks["rank"]
+        return batches
 
     def restart_loaders(self) -> None:
         """Resets the loaders before an epoch's second iterator is made: workers may have read ahead for the first."""

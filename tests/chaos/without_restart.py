@@ -121,14 +121,14 @@ def plan(point: str, draw: random.Random) -> Plan:
     first = draw.randrange(2)
     places = [epoch * STEPS + draw.randrange(1, STEPS) for epoch in (first, 2)]
     if point in AT_BORDER or point in IN_VALIDATION:
-        places = [first, 2]
+        places = [first + (point == "epoch start"), 2 + (point == "epoch start")]  # not before the first step
     sizes = [2, 1] if point in ("two at once", "recovery") else [1, 1]
     sizes = sizes[: 2 if sum(sizes) < num_ranks else 1]
     kills = []
     for size, place in zip(sizes, places, strict=False):
         ranks, victims = tuple(victims[:size]), victims[size:]
         one = "random" if point == "two at once" else point if size == 2 or point != "recovery" else "backward"
-        kills.append(Kill(one, ranks, place, draw.uniform(0.0, 0.1)))
+        kills.append(Kill(one, ranks, place, draw.uniform(0.0, 0.1 if point == "recovery" else 0.02)))
     return Plan(num_ranks, tuple(kills), draw.choice([0, 0, 1]), draw.choice([2, BATCH]))
 
 
@@ -193,7 +193,7 @@ class Victims(Callback):
 
     def __init__(self, folder: Path, kills: tuple[Kill, ...]) -> None:
         self.folder, self.kills, self.traps = folder, kills, _Traps(folder)
-        self.own = -1
+        self.own, self.laid = -1, list[Kill]()
 
     def on_rank_loss(self, trainer: Any, pl_module: Any, lost: Any) -> None:
         pl_module.note("loss", lost.step, *lost.ranks)
@@ -221,7 +221,8 @@ class Victims(Callback):
                 subprocess.Popen(["sh", "-c", words], start_new_session=True)
             if kill.point == "recovery" and self.own == kill.ranks[1]:
                 threading.Thread(target=self._follow, args=(trainer, kill.delay_s), daemon=True).start()
-            if kill.point in IN_SAVE[1:]:
+            if kill.point in IN_SAVE[1:] and kill not in self.laid:
+                self.laid.append(kill)
                 (self.folder / f"trap-{kill.point}").touch()
 
     def _follow(self, trainer: Any, delay_s: float) -> None:
@@ -304,8 +305,7 @@ def _fit(run: Plan, num_ranks: int, module: Recorder, resume: Path | None = None
     )
     order = torch.Generator().manual_seed(5)
     loader = DataLoader(_data(), run.micro_batch, shuffle=True, generator=order, num_workers=run.num_workers)
-    validation = DataLoader(_data(), 4) if run.validates else None
-    engine.fit(module, loader, validation, ckpt_path=resume, weights_only=None if resume is None else False)
+    engine.fit(module, loader, DataLoader(_data(), 4), ckpt_path=resume, weights_only=None if resume is None else False)
 
 
 # --- the verdict
