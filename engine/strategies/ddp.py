@@ -197,6 +197,9 @@ class DDP(DistributedStrategy, CommHookMixin, DDPStrategy):
         self._wrapper, self.model = self.model, self.lightning_module
         try:
             self.configure_ddp()
+        except RuntimeError:  # another rank was lost, and the others begin again
+            self.model = self._wrapper
+            raise
         finally:
             self._wrapper = None
         if hook is not None and hook is self.active_hook:

@@ -154,7 +154,8 @@ class Recorder(LightningModule):
         if not self.trainer.is_filler(batch_idx):
             place = self.current_epoch, self.global_step, self.trainer.world_size
             self.note("samples", *place, *numbers.tolist())
-        loss = (self.net(inputs).squeeze(1) - targets).square().mean()
+        self.hidden = self.net[:4](inputs)
+        loss = (self.net[4](self.hidden).squeeze(1) - targets).square().mean()
         self.log("loss", loss, on_step=False, on_epoch=True, sync_dist=True)
         return loss
 
@@ -238,8 +239,9 @@ class Victims(Callback):
         for kill in self.kills:
             at = kill.point == "backward" or (kill.point == "recovery" and self.own == kill.ranks[0])
             if at and self.own in kill.ranks and kill.step == trainer.global_step:
-                # The gradients of the last layers have been sent, those of the first ones have not.
-                pl_module.net[0].weight.register_post_accumulate_grad_hook(lambda _: _die(self.folder))
+                # The gradients of the last layer have been sent, those of the first one have not. A hook of a parameter
+                # would be called after the averages, and on one rank alone it would change them.
+                pl_module.hidden.register_hook(lambda _: _die(self.folder))
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         self._reach("reduced", trainer.global_step)
@@ -292,7 +294,7 @@ def _data() -> TensorDataset:
 
 def _fit(run: Plan, num_ranks: int, module: Recorder, resume: Path | None = None, **flags: Any) -> None:
     engine = Engine(
-        strategy="ddp_fork",
+        strategy="ddp_fork:bucket_cap_mb=0.0001",  # a bucket for each parameter
         devices=num_ranks,
         precision="64-true",
         global_batch_size=BATCH,
@@ -323,7 +325,7 @@ def storm(run: Plan, folder: Path) -> Verdict:
     except TimeoutError:
         verdict.is_hung = True
     except Exception as error:
-        verdict.ended, verdict.is_hung = str(error).strip().splitlines()[-1][:200], "no progress" in str(error)
+        verdict.ended, verdict.is_hung = str(error)[-2000:], "no progress" in str(error)
     verdict.left_running = len(psutil.Process().children(recursive=True))
     lines = [json.loads(line) for path in folder.glob("lines-*") for line in path.read_text().splitlines()]
     kills = [float(line) for line in _lines(folder / "kills")]
