@@ -172,7 +172,11 @@ ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
         "_rank_not_in_group",
         "_world",
     ),
-    "torch.distributed.elastic.multiprocessing.api:SubprocessContext": ("_poll", "_running_local_ranks"),
+    "torch.distributed.elastic.multiprocessing.api:SubprocessContext": (
+        "_capture_process_failures",
+        "_failures",
+        "_running_local_ranks",
+    ),
     "torch.distributed._functional_collectives": ("_resolve_group",),
     "torch.distributed:ProcessGroup": ("_get_sequence_number_for_group",),
     "torch.distributed.rpc.internal": ("_InternalRPCPickler", "_unpickler"),

@@ -53,17 +53,16 @@ def main(words: list[str]) -> None:
 
 def _leave_survivors(contexts: Any) -> None:
     """Has torchrun count a rank that a signal has ended as done, while others run that go on without it."""
-    poll = contexts._poll  # torch: called by the agent once an interval; ends all processes if one has failed
+    note = contexts._capture_process_failures  # torch: notes the ranks that have ended, once an interval
 
-    def poll_others(context: Any) -> Any:
-        running = context._running_local_ranks
-        for rank in list(running):
-            process = context.subprocess_handlers[rank].proc
-            if len(running) > 1 and (process.poll() or 0) < 0 and is_outlived(process.pid):
-                running.discard(rank)
-        return poll(context)
+    def note_others(context: Any, ended: set[int]) -> None:
+        note(context, ended)
+        others = context._running_local_ranks - ended
+        for rank, failure in list(context._failures.items()):
+            if others and failure.exitcode < 0 and is_outlived(failure.pid):
+                del context._failures[rank]
 
-    contexts._poll = poll_others
+    contexts._capture_process_failures = note_others
 
 
 def _watch(address: str, port: int, longest_s: float = _LONGEST_S) -> None:
