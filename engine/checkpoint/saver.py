@@ -436,27 +436,6 @@ def _call_on_all(group: ObjectGroup, function: Callable[[], Any]) -> Any:
     return result
 
 
-<<<<<<< HEAD
-=======
-def _call_on_rank_0(group: ObjectGroup, function: Callable[[], Any]) -> Any:
-    """Calls `function` on rank 0 and returns its result on all ranks; if it raises, all ranks raise that error."""
-    result: Any = None
-    error: Exception | None = None
-    is_called = False
-    while not is_called:  # again if rank 0 was lost meanwhile, and another rank has its number now
-        is_called = group.rank == 0
-        if is_called:
-            try:
-                result = function()
-            except Exception as raised:
-                error = raised
-        is_called, result, error = group.broadcast_object((is_called, result, error))
-    if error is not None:
-        raise error
-    return result
-
-
->>>>>>> 7887d4c (on_rank_loss: validations, saves and the borders of epochs go on without a lost rank, and so does polyphase launch)
 # --- sending of states
 # Packs nested values to send them from one rank to another; tensors are packed as bytes, which pickle copies once.
 #

@@ -103,12 +103,15 @@ class ObjectGroup:
         """Calls `function` on the first rank, and returns its result, or raises its error, on all ranks."""
         result: Any = None
         error: Exception | None = None
-        if self.rank == 0:
-            try:
-                result = function()
-            except Exception as raised:
-                error = raised
-        result, error = self.broadcast_object((result, error))
+        is_called = False
+        while not is_called:  # again if the first rank was lost meanwhile, and another one has its number now
+            is_called = self.rank == 0
+            if is_called:
+                try:
+                    result = function()
+                except Exception as raised:
+                    error = raised
+            is_called, result, error = self.broadcast_object((is_called, result, error))
         if error is not None:
             raise error
         return result
