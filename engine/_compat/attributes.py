@@ -43,7 +43,6 @@ ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
     ),
     f"{_LOOPS}.evaluation_loop:_EvaluationLoop": (
         "_max_batches",
-        "_on_evaluation_epoch_end",
         "_results",
         "_seen_batches_per_dataloader",
     ),
@@ -174,7 +173,6 @@ ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
     ),
     "torch.distributed.elastic.multiprocessing.api:SubprocessContext": (
         "_capture_process_failures",
-        "_failures",
         "_running_local_ranks",
     ),
     "torch.distributed._functional_collectives": ("_resolve_group",),
