@@ -155,6 +155,7 @@ class _Parts(Replay):
 
     def of_windows(self, windows: Sequence[Sequence[MicroBatch]]) -> list[_Ran]:
         """Runs batches one after the other, each as one process for each of its parts."""
+        self._stand_in.__dict__.update(global_step=0, current_epoch=0)  # the run itself has gone on
         states = [_state(self.module)] * len(windows[0])
         return [self._of_window(window, states) for window in windows]
 
@@ -343,14 +344,16 @@ def _state(module: nn.Module) -> Callable[[], None]:
     return put_back
 
 
-def _values(module: nn.Module) -> list[tuple[Tensor, Tensor]]:
-    return [(t, t.detach().clone()) for t in chain(module.parameters(), module.buffers())]
+def _values(module: nn.Module) -> list[tuple[Tensor, Tensor, bool]]:
+    return [(t, t.detach().clone(), t.requires_grad) for t in chain(module.parameters(), module.buffers())]
 
 
-def _put(values: list[tuple[Tensor, Tensor]]) -> None:
-    for tensor, value in values:
+def _put(values: list[tuple[Tensor, Tensor, bool]]) -> None:
+    for tensor, value, is_trained in values:
         if tensor.shape == value.shape:  # `.data`: a graph that has saved the tensor is still to run backward
             tensor.data.copy_(value)
+        if tensor.is_leaf and tensor.requires_grad != is_trained:  # a hook has frozen or unfrozen it
+            tensor.requires_grad_(is_trained)
 
 
 def _counted(micro_batch: MicroBatch, has_batches: bool) -> MicroBatch:
