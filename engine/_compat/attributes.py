@@ -106,7 +106,6 @@ ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
         "_foreach_norm",
         "_functorch",
         "_has_compatible_shallow_copy_type",
-        "_weights_only_unpickler",
     ),
     "torch._weights_only_unpickler": ("_get_allowed_globals",),
     "torch._C": ("_current_graph_task_id", "_disabled_torch_function_impl"),

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch._weights_only_unpickler
 from fsspec.implementations.local import LocalFileSystem
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, TypedStorage, UntypedStorage, nn
@@ -22,6 +21,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from .._compat.torch import _weights_only_unpickler
 from ..foreign import open_plain
 from .checked_io import resolve
 from .content import check_state
@@ -216,7 +216,7 @@ def bound_calls() -> None:
 
     A codec may take hours for a short text, or double it each time, and `bytearray` takes a number of bytes to fill.
     """
-    allowed = torch._weights_only_unpickler._get_allowed_globals()
+    allowed = _weights_only_unpickler._get_allowed_globals()
     allowed.update({"_codecs.encode": _encode, "builtins.bytearray": _bytearray})
 
 
