@@ -36,6 +36,10 @@ IN_TEST = ("fsdp", "pp", "single", "tp")
 RULES = [
     ["rules", "aten._scaled_dot_product_flash_attention_for_cpu.default"],
     ["rules", "aten._scaled_dot_product_flash_attention_for_cpu_backward.default"],
+    *(
+        ["rules", f"aten.{loss}_backward.default"]
+        for loss in ("huber_loss", "mse_loss", "smooth_l1_loss", "soft_margin_loss")
+    ),
     ["rules", "torch_nn._linear_cross_entropy_batch_chunked.default"],
 ]
 """For these torch has no rule. Split weights, which a module keeps after the run, need one."""
