@@ -27,6 +27,7 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
 from .._compat.torch import TorchDispatchMode, _BatchNorm, tree_flatten, tree_leaves, tree_unflatten
@@ -298,6 +299,8 @@ def _is_kept(value: Any) -> bool:
     if not is_data(value):
         return False
     tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    if any(isinstance(tensor, DTensor) for tensor in tensors):  # one rank alone can't compare them
+        return False
     return sum(tensor.nbytes for tensor in tensors) <= _MAX_BYTES and all(tensor.is_leaf for tensor in tensors)
 
 

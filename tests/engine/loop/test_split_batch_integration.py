@@ -106,6 +106,17 @@ class Watches(Callback):
         self.largest = float(batch.max())
 
 
+class Averages(Callback):
+    """Keeps what the module holds: under fsdp, shards that a rank can't compare by itself."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.means = {name: p.detach().clone() for name, p in pl_module.named_parameters()}
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        for name, p in pl_module.named_parameters():
+            self.means[name].lerp_(p.detach(), 0.5)
+
+
 class AsksACallback(Regression):
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         [watches] = [c for c in self.trainer.callbacks if isinstance(c, Watches)]
@@ -192,7 +203,8 @@ class Stream(IterableDataset):
 @pytest.mark.parametrize("strategy", ["ddp_fork", "fsdp_fork"])
 def test_means_over_samples_are_left_alone(strategy):
     for module, loader in [(Draws(), rows(32)), (Regression(), DataLoader(Stream(), batch_size=4))]:
-        engine(strategy=strategy, devices=2, callbacks=[Watches()], gradient_clip_val=0.1).fit(module, loader)
+        callbacks = [Watches(), Averages()]
+        engine(strategy=strategy, devices=2, callbacks=callbacks, gradient_clip_val=0.1).fit(module, loader)
 
 
 @pytest.mark.timeout(60)
