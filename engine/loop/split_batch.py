@@ -202,7 +202,8 @@ class _Parts(Replay):
                 if not is_hooked:
                     module.backward(losses.pop())
             total = total + self._count
-            mean = mean if loss is None else mean + loss.detach() * self._count
+            if loss is not None:  # the loss of nothing may be NaN
+                mean = mean + loss.detach().masked_fill(self._count == 0, 0.0) * self._count
             module.on_train_batch_end(output, batch, micro_batch.batch_idx)
             after = after if rank else _values(module)
             states[rank] = _state(module)

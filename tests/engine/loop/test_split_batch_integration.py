@@ -18,6 +18,7 @@ from tests.engine.tiny import Regression, StepsByHand, engine, rows
 
 SEEN = {"loss": 0.0, "shown": [0.0]}
 """What some of the modules remember, each process by itself."""
+INPUTS = next(iter(rows(32, batch_size=32)))
 
 
 class Sum(Regression):
@@ -46,6 +47,15 @@ class CountsInItsMean(Regression):
 
 class GivesItsWeight(CountsInItsMean):
     gives_weight = True
+
+
+class IsNaNWithoutACount(GivesItsWeight):
+    """Every second sample of the first rank counts for nothing."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        counts = ~(batch[:, None] == INPUTS[None, ::4]).all(2).any(1)
+        loss = (super_loss(self, batch) * counts).sum() / counts.sum()
+        return {"loss": loss, "weight": counts.sum()}
 
 
 class Clamps(torch.autograd.Function):
@@ -205,6 +215,11 @@ def test_means_over_samples_are_left_alone(strategy):
     for module, loader in [(Draws(), rows(32)), (Regression(), DataLoader(Stream(), batch_size=4))]:
         callbacks = [Watches(), Averages()]
         engine(strategy=strategy, devices=2, callbacks=callbacks, gradient_clip_val=0.1).fit(module, loader)
+
+
+@pytest.mark.timeout(60)
+def test_a_part_that_counts_for_nothing_is_left_alone():
+    engine(strategy="ddp_fork", devices=2).fit(IsNaNWithoutACount(), rows(32))
 
 
 @pytest.mark.timeout(60)
