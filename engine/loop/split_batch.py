@@ -88,8 +88,11 @@ def compare_parts(
         kept: what `kept_values` has returned on each rank, this one first.
 
     Raises:
-        UnfitError: the batch can't be cut, or the step depends on more than its batch.
+        UnfitError: the batch can't be cut, the step depends on more than its batch, or computes in fewer than 32 bits.
     """
+    is_exact = str(trainer.precision).endswith(("32-true", "64-true", "mixed"))  # mixed: this runs without autocast
+    if not is_exact or any(p.is_floating_point() and p.itemsize < 4 for p in module.parameters()):
+        raise UnfitError("the step computes in fewer than 32 bits")
     has_batches = getattr(trainer._data_connector.sizes.loader, "batch_size", None) is not None
     batches = [_counted(micro_batch, has_batches) for micro_batch in micro_batches if micro_batch.samples]
     batches = [micro_batch for micro_batch in batches if micro_batch.samples > 1][:_NUM_BATCHES]
@@ -141,7 +144,7 @@ class _Parts(Replay):
     """The gradients after the latest backward by hand, which no optimizer has used."""
 
     def forward_context(self) -> Any:
-        # Rounding to 8 or 11 bits would hide differences.
+        # Rounding to 8 or 11 bits would hide differences, or be one.
         is_mixed = str(self.trainer.precision).endswith("mixed")
         return contextlib.nullcontext() if is_mixed else super().forward_context()
 
@@ -236,16 +239,17 @@ class _Parts(Replay):
     def keep_gradients(self, optimizer: Any) -> None:
         """Keeps the gradients that an optimizer would use, as they were before the step has clipped them, say."""
         own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        names = [name for name, p in self.module.named_parameters() if id(p) in own]
-        latest = self._latest or self._gradients()
-        self._latest = {}
+        # Of those of a backward, each is used once: after it a step may put in gradients by hand.
+        present, parameters = self._gradients(), dict(self.module.named_parameters())
+        latest = {
+            name: self._latest.pop(name, gradient) for name, gradient in present.items() if id(parameters[name]) in own
+        }
         if self._position == len(self._updates):
             self._updates.append({})
         sums = self._updates[self._position]
         self._position += 1
-        for name in names:
-            if name in latest:
-                sums[name] = sums[name] + latest[name] if name in sums else latest[name]
+        for name, gradient in latest.items():
+            sums[name] = sums[name] + gradient if name in sums else gradient
 
 
 class _Still(ManualOptimizer):
@@ -318,10 +322,10 @@ def _memories(replay: _Parts, kept: Sequence[dict[str, Any]], run: Callable[[Any
     places = _places(replay.module, replay.trainer.callbacks, replay.trainer_data)
 
     def with_values(values: dict[str, Any]) -> list[_Ran]:
-        known = {text: (*places[text], value) for text, value in values.items() if text in places}
-        before = [(table, key, table[key]) for table, key, _ in known.values()]
+        entries = {text: (*places[text], value) for text, value in values.items() if text in places}
+        before = [(table, key, table[key]) for table, key, _ in entries.values()]
         try:
-            return run(lambda: [table.__setitem__(key, value) for table, key, value in known.values()])
+            return run(lambda: [table.__setitem__(key, value) for table, key, value in entries.values()])
         finally:
             for table, key, value in before:
                 table[key] = value

@@ -165,7 +165,7 @@ def _tried(optimizer: Optimizer, make: Callable[..., "_Copy"]) -> Habits:
     shapes = [p.shape if is_small else _cut(p.shape, _SMALL) for p in parameters]
     num_steps = min(max(_MOST_PARAMETER_STEPS // max(len(tried), 1), _FEWEST_STEPS), _MOST_STEPS)
     make = functools.partial(make, optimizer, shapes, ends=(tried[0], tried[-1]))
-    habits = _compared(make, tried, lambda each: each.path(num_steps))
+    habits = _compared(make, tried, lambda copy: copy.path(num_steps))
     if not habits.reads_others:
         habits = habits.also(_compared(make, tried, _Copy.late_path, may_fail=True))
     if is_small or habits.reads_others:
@@ -175,13 +175,13 @@ def _tried(optimizer: Optimizer, make: Callable[..., "_Copy"]) -> Habits:
         shapes[index] = _cut(parameters[index].shape, _LARGEST)
     operators = _Operators()
     with operators:
-        habits = habits.also(_compared(make, largest, lambda each: each.path(_STEPS_OF_LARGE)))
+        habits = habits.also(_compared(make, largest, lambda copy: copy.path(_STEPS_OF_LARGE)))
     if operators.any_of_matrices or parameters[largest[0]].numel() <= _LARGEST:
         return habits
     largest = largest[:_MOST_BY_ELEMENTS]
     for index in largest:
         shapes[index] = _cut(parameters[index].shape, _LARGEST_BY_ELEMENTS)
-    return habits.also(_compared(make, largest, lambda each: each.path(1)))
+    return habits.also(_compared(make, largest, lambda copy: copy.path(1)))
 
 
 def _some_of_each_class(optimizer: Optimizer) -> list[int]:

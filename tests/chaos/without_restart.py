@@ -316,6 +316,7 @@ def _fit(run: Plan, num_ranks: int, module: Recorder, resume: Path | None = None
 def storm(run: Plan, folder: Path) -> Verdict:
     """Makes a run in which ranks are killed, and judges it."""
     module, verdict = Recorder(folder), Verdict()
+    others = set(psutil.Process().children(recursive=True))  # of the program that calls this
     callbacks: list[Callback] = [Victims(folder, run.kills)]
     if run.saves:
         callbacks.append(Snapshot(folder / "snapshots", every_n_steps=1, in_background=False))
@@ -326,7 +327,7 @@ def storm(run: Plan, folder: Path) -> Verdict:
         verdict.is_hung = True
     except Exception as error:
         verdict.ended, verdict.is_hung = str(error)[-2000:], "no progress" in str(error)
-    verdict.left_running = len(psutil.Process().children(recursive=True))
+    verdict.left_running = len(set(psutil.Process().children(recursive=True)) - others)
     lines = [json.loads(line) for path in folder.glob("lines-*") for line in path.read_text().splitlines()]
     kills = [float(line) for line in _lines(folder / "kills")]
     verdict.num_kills = len(kills)

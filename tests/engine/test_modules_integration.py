@@ -119,7 +119,7 @@ class Seen(LightningModule):
 
     def training_step(self, batch, batch_idx):
         self.seen.append(batch[0].int().flatten().tolist())
-        return self.layer(batch[0]).sum()
+        return self.layer(batch[0]).mean()
 
     def on_train_end(self):
         (self.folder / f"{self.global_rank}.json").write_text(json.dumps(self.seen))

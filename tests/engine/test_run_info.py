@@ -4,6 +4,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
 from polyphase.engine import __version__, run_info
@@ -29,10 +30,9 @@ def header(data, **flags):
 
 def test_all_that_is_known(tmp_path, monkeypatch):
     monkeypatch.setenv("PL_GLOBAL_SEED", "7")
-    flags = {"strategy": "single", "accumulate_grad_batches": 2, "logger": True, "name": "mine"}
+    flags = {"strategy": "single", "accumulate_grad_batches": 2, "logger": CSVLogger(tmp_path, name="", version="mine")}
     assert header(DataLoader(Positions(8), batch_size=2), precision="bf16-mixed", **flags) == (
-        f"polyphase {__version__} | single on cpu | bf16-mixed | global batch 4 = 1 x 2 x 2 | seed 7"
-        " | logs: lightning_logs/mine"
+        f"polyphase {__version__} | single on cpu | bf16-mixed | global batch 4 = 1 x 2 x 2 | seed 7 | logs: mine"
     )
 
 

@@ -33,7 +33,7 @@ def test_an_argument_of_another_tool_is_answered_with_ours(word):
 @pytest.mark.parametrize("word", WORDS)
 def test_what_it_is_answered_with_is_right(word):
     flag = as_flag(WORDS[word])
-    assert re.match(r"--|DataLoader\(|configure_optimizers\(\) |fit\(", flag)
+    assert re.match(r"--|DataLoader\(|logger=|configure_optimizers\(\) |fit\(", flag)
     if flag.startswith("--") and (" " in flag or "=" in flag):
         check_names("fit", [*RUN, *flag.split()])
     elif flag.startswith("--"):
