@@ -124,8 +124,10 @@ class EngineConfig:
     nonfinite: NonFinitePolicy = field(default="warn", metadata=_about(_STEP, "error"))
     """Reaction to a loss or gradient norm that is infinite or NaN. ``"warn"``, ``"error"``: the run ends, with the
     weights from before that step, ``"skip"``: all ranks leave the step out (weights, optimizer state, residuals,
-    buffers), and the run ends after 20 of them in a row, or ``"ignore"``. Under ``"error"`` and ``"skip"`` the host
-    waits for an accelerator in each step unless the optimizer is ``fused=True``."""
+    buffers), and the run ends after 20 of them in a row, or ``"ignore"``."""
+    skip_spikes: float | None = field(default=None, metadata=_about(_STEP, "10"))
+    """Under ``nonfinite="skip"``, leave out a step if the norm of its gradients, before clipping, is more than this
+    many times the mean of about the last hundred. The first 20 steps are not judged. None: never."""
     check_first_steps: bool | Literal["auto"] = field(default="auto", metadata=_about(_STEP, "false"))
     """Compare the first steps with one process. Their losses, gradients and weights are compared between the ranks,
     and, under strategies that divide the module or the optimizer's state (fsdp, hsdp, tp, pp, zero1), with those of the

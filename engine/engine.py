@@ -96,7 +96,7 @@ class Engine(TrainerBase):
     def __init__(self, **flags: Any) -> None:
         self.config = config = EngineConfig(**flags)
         check_arguments(config.changed)
-        watch, mode = NonFiniteWatch(config.nonfinite), compile_mode(config.compile)
+        watch, mode = NonFiniteWatch(config.nonfinite, config.skip_spikes), compile_mode(config.compile)
         num_nodes = self._choose_parts(config)
         users, default_bar = with_defaults(_as_list(config.callbacks), config, mode)
         super().__init__(

@@ -360,6 +360,28 @@ class EpochPosition:
             "ledger": [*self.ledger, {"from": start, "to": position, "world_size": self.world_size}],
         }
 
+    def indices(self, epoch: int, first: int, num_batches: int, rank: int | None) -> list[Any] | None:
+        """Returns the samples of batches of an epoch's first pass; None if they are not known any more.
+
+        Args:
+            epoch: the current epoch.
+            first: the first batch of this rank, with which a step begins.
+            num_batches: number of batches, to the end of that step.
+            rank: index of the rank whose samples they are; None: those of all that share the order.
+        """
+        source: Any = order_of(self.loader) or self.watched
+        record = None if source is None else source.passes.of(epoch, 0)
+        if record is None or first < self.batches:
+            return None
+        begin, end = (
+            self._position(self.position, done - self.batches, len(source.sampler), record)
+            for done in (first, first + num_batches)
+        )
+        items = list(record.order[begin:end])
+        if rank is not None and self.world_size > 1:
+            items = items[rank :: self.world_size]
+        return [index for batch in items for index in batch] if _unit(self.loader) == "batches" else items
+
     def _position(self, start: int, done: int, length: int, record: Any) -> int:
         ends = getattr(record, "ends", ())
         if 0 < done <= len(ends):

@@ -1,6 +1,8 @@
 """The loop of training epochs: one short way through a batch, which calls only what the run uses."""
 
+import copy
 import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
 from time import perf_counter
 from typing import Any, Literal
@@ -84,6 +86,8 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
             self._run(data_fetcher)
         self.own_state.compare()
         adapt(self.trainer.strategy).sync_weights()
+        if (guard := self.automatic_optimization.step_guard) is not None:
+            guard.settle()
         watch.end_epoch(self.trainer)
 
     def _run(self, data_fetcher: _DataFetcher) -> None:
@@ -163,7 +167,10 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
             if optimization.step_guard is None:
                 reads = any(isinstance(callback, WeightAveraging) for callback in trainer.callbacks)  # type: ignore[attr-defined]
                 is_last = watch.policy == "error"
-                optimization.step_guard = StepGuard(trainer, self._judged, stays=is_last, reads=reads)
+                optimization.step_guard = StepGuard(
+                    trainer, self._judged, stays=is_last, reads=reads, largest_norm=watch.largest_norm
+                )
+                trainer._checkpoint_connector.run_state.norms.set()  # type: ignore[attr-defined]
             optimization.step_guard.attach()
         if not trainer.lightning_module.automatic_optimization:
             self.manual_optimization.begin_epoch()
@@ -179,11 +186,31 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
         self.automatic_optimization.watch.judge(trainer, flag, trainer.global_step, self.batch_idx)
 
     def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
-        """Steps the schedulers; after a step that the host knows to be left out on all ranks, those of steps wait."""
+        """Steps the schedulers; for those of steps, one that is left out on all ranks was none."""
         guard = self.automatic_optimization.step_guard
-        is_left_out = guard is not None and guard.verdict is True
-        if not (interval == "step" and is_left_out and adapt(self.trainer.strategy).averages_gradients):
-            super().update_lr_schedulers(interval, update_plateau_schedulers)
+        if guard is not None and interval == "epoch":
+            guard.settle()
+        elif guard is not None and adapt(self.trainer.strategy).averages_gradients:
+            if guard.verdict is True:
+                return
+            if guard.verdict is not False:
+                guard.undo_if_left_out(self._restore_schedules())
+        super().update_lr_schedulers(interval, update_plateau_schedulers)
+
+    def _restore_schedules(self) -> Callable[[], None]:
+        """Returns a function that restores the schedulers, and what they change of optimizers, as they are now."""
+        schedulers = [config.scheduler for config in self.trainer.strategy.lr_scheduler_configs]
+        states = [copy.deepcopy(scheduler.state_dict()) for scheduler in schedulers]
+        groups = [group for optimizer in self.trainer.strategy.optimizers for group in optimizer.param_groups]
+        values = [{name: _own(value) for name, value in group.items() if name != "params"} for group in groups]
+
+        def restore() -> None:
+            for scheduler, state in zip(schedulers, states, strict=True):
+                scheduler.load_state_dict(state)
+            for group, before in zip(groups, values, strict=True):
+                group.update(before)
+
+        return restore
 
     def _get_monitor_value(self, key: str) -> Any:
         # Lightning: _TrainingEpochLoop._update_learning_rates reads the metric of a ReduceLROnPlateau here.
@@ -285,6 +312,10 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
         if is_due:
             self.rng_state_before_validation = get_random_state()
         return is_due
+
+
+def _own(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value  # which schedulers change in place
 
 
 TrainingEpochLoop.__name__ = _TrainingEpochLoop.__name__  # the name of its entries in a profile

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..distributed.job_store import CausedByRank
 from ..flags import choose
+from ..strategies.step_guard import SPIKE
 from .rendezvous import current_job
 
 __all__ = ["MOST_IN_A_ROW", "NONFINITE_POLICIES", "NonFiniteError", "NonFiniteWatch"]
@@ -43,13 +44,20 @@ class NonFiniteWatch:
 
     Args:
         policy: ``"warn"`` once for each scalar and epoch, raise an ``"error"``, ``"skip"`` such steps, or ``"ignore"``.
+        largest_norm: skip a step if the norm of its gradients is larger than that many times the mean; None: don't.
 
     Raises:
-        ValueError: `policy` is none of these.
+        ValueError: `policy` is none of these, or does not go with `largest_norm`.
     """
 
-    def __init__(self, policy: str) -> None:
+    def __init__(self, policy: str, largest_norm: float | None = None) -> None:
         self.policy = choose("value of nonfinite", policy, NONFINITE_POLICIES)
+        if largest_norm is not None and (policy != "skip" or not largest_norm > 1):
+            raise ValueError(
+                f"skip_spikes={largest_norm} leaves out steps with more than that many times the usual norm: give a"
+                " number larger than 1, and nonfinite='skip'."
+            )
+        self.largest_norm = largest_norm
         self._unread: list[tuple[str, int, Tensor]] = []
         self._due = 0  # the optimizer step from which on the values are read
         self._names: dict[str, int] = {}  # in the order in which a step has them
@@ -108,16 +116,21 @@ class NonFiniteWatch:
             return
         self._num_in_a_row += 1
         self.num_skipped += 1
-        if trainer.global_rank == (rank or 0) and not (is_scaled and rank is None):
+        is_spike = flag % 1 == SPIKE
+        if trainer.global_rank == (rank or 0) and (is_spike or not (is_scaled and rank is None)):
+            what = "a loss or gradient of batch {} was not finite"
+            if is_spike:
+                what = f"the gradients of batch {{}} had a norm of more than {self.largest_norm} times the mean"
             on_rank = "" if rank is None else f" on rank {rank}"
             log.warning(
-                f"a loss or gradient of batch {judged.batch_idx} was not finite at step {judged.step}"
-                f" (epoch {trainer.current_epoch}){on_rank}: the step is left out, on all ranks. So were"
-                f" {self.num_skipped - 1} before it in this run."
+                f"{what.format(judged.batch_idx)} at step {judged.step} (epoch {trainer.current_epoch}){on_rank}: the"
+                f" step is left out, on all ranks. So were {self.num_skipped - 1} before it in this run."
+                f"{_samples(trainer, judged, is_alone=rank is not None)}"
             )
         if self._num_in_a_row >= MOST_IN_A_ROW:
+            why = "were spikes" if is_spike else "were not finite"
             self._failure = NonFiniteError(
-                f"{MOST_IN_A_ROW} steps in a row were not finite and left out, the last one at step {judged.step}: it"
+                f"{MOST_IN_A_ROW} steps in a row {why} and left out, the last one at step {judged.step}: it"
                 f" is no single batch. {_CAUSES}",
                 rank or 0,
             )
@@ -179,6 +192,29 @@ class _Step(NamedTuple):
     step: int
     batch_idx: int
 
+
+def _samples(trainer: Any, judged: _Step, *, is_alone: bool) -> str:
+    """Names the samples of a step, those of this rank or of all, by their indices in the data set, if these are known.
+
+    Args:
+        trainer: in the epoch of the step.
+        judged: the step.
+        is_alone: whether it is this rank's samples.
+    """
+    is_one = not trainer.lightning_module.automatic_optimization
+    num_batches = 1 if is_one else judged.batch_idx % trainer.accumulate_grad_batches + 1
+    first = judged.batch_idx + 1 - num_batches
+    rank = trainer.data_rank if is_alone else None
+    indices = trainer._data_connector.data_position.indices_of(first, num_batches, rank)
+    if indices is None:
+        return ""
+    named = ", ".join(map(str, indices[:_MOST_NAMED]))
+    more = f", and {len(indices) - _MOST_NAMED} more" if len(indices) > _MOST_NAMED else ""
+    return f" Its samples{' there' if is_alone and trainer.world_size > 1 else ''}: {named}{more}."
+
+
+_MOST_NAMED = 64
+"""The samples that a message names: a line, not a page."""
 
 _GRADIENT = "gradient norm"
 _LAST = 1_000_000

@@ -269,7 +269,10 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
         If the run has failed already, it warns and returns False instead of raising: the first error is what counts.
         """
         trainer = self.trainer
-        watch = trainer.fit_loop.epoch_loop.automatic_optimization.watch
+        optimization = trainer.fit_loop.epoch_loop.automatic_optimization
+        watch = optimization.watch
+        if optimization.step_guard is not None:
+            optimization.step_guard.settle()
         poison = watch.read_before_save(trainer) if trainer.state.fn == TrainerFn.FITTING else None
         taken = ""
         if trainer.is_global_zero:

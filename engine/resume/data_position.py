@@ -192,15 +192,8 @@ class DataPosition:
             return {"unit": "stateful", **form_of(loader), **stateful.place_after(epoch, batches)}
         if tracks_own_position(loader):
             return {"unit": "stateful", **form_of(loader), "state": loader.state_dict()}
-        if not isinstance(loader, DataLoader) or has_iterable_dataset(loader) or sized_len(loader) is None:
+        if (position := self._position_of(loader)) is None:
             return {"unit": None}
-        position = self._resumed_positions.get(loader)
-        if position is None:
-            is_users = order_of(loader) is None
-            if is_users and watched is None and not _is_known(controlling_sampler(loader)):
-                return {"unit": None}
-            sharing = 1 if is_users and self._brings_own_sampler(loader) else self.trainer.data_size
-            position = EpochPosition(loader, sharing, watched=watched)
         # Lightning: CombinedLoader's mode.
         mode = self.trainer.fit_loop._combined_loader._mode
         position.cycles = mode == "max_size_cycle" and not isinstance(loader, UnevenTrainLoader)
@@ -208,6 +201,33 @@ class DataPosition:
         workers = loader.workers if isinstance(loader, WithWorkers) else getattr(position.watched, "workers", None)
         of_workers = None if workers is None else workers.state_after(epoch, batches - position.batches)
         return {**state, "workers": of_workers}
+
+    def _position_of(self, loader: Any) -> EpochPosition | None:
+        """Returns the position in the order of a loader; None if it has none that is known."""
+        if not isinstance(loader, DataLoader) or has_iterable_dataset(loader) or sized_len(loader) is None:
+            return None
+        if (position := self._resumed_positions.get(loader)) is not None:
+            return position
+        watched: Any = self._watched.get(id(loader))
+        is_users = order_of(loader) is None
+        if is_users and watched is None and not _is_known(controlling_sampler(loader)):
+            return None
+        sharing = 1 if is_users and self._brings_own_sampler(loader) else self.trainer.data_size
+        return EpochPosition(loader, sharing, watched=watched)
+
+    def indices_of(self, first: int, num_batches: int, rank: int | None = None) -> list[Any] | None:
+        """Returns the samples of batches of this epoch, as the sampler has named them; None where that is not known.
+
+        Args:
+            first: the first batch, with which a step begins.
+            num_batches: number of batches, to the end of that step.
+            rank: index of the rank whose samples they are; None: those of all ranks together.
+        """
+        loader = self.sizes.loader
+        if loader is None or isinstance(loader, UnevenTrainLoader):
+            return None
+        position = self._position_of(loader)
+        return None if position is None else position.indices(self.epoch, first, num_batches, rank)
 
     def load_state_dict(self, states: list[dict[str, Any]], *, are_new: bool = False) -> bool:
         """Sets the positions at which the loaders that are prepared next begin.

@@ -6,6 +6,7 @@
 | `_Place` | the epoch, the batches that steps have used | its place in the data | with the loops |
 | `_Residuals` | | what compression has not sent | with the loops |
 | `_RandomState` | | random numbers | chosen with the loops, set before the first batch |
+| `_Norms` | | the norms of gradients so far | before the first batch |
 | `_TrainedParameters` | what callbacks have frozen, unfrozen and added | | with the module, and with the optimizers |
 | `_StrategyState` | the strategy's own state | the strategy's own state | after the optimizers |
 
@@ -53,6 +54,7 @@ class RunState:
         self.place = _Place(trainer)
         self.residuals = _Residuals(trainer)
         self.random = _RandomState(trainer, self.place)
+        self.norms = _Norms(trainer)
         self.trained = _TrainedParameters(trainer)
         self.strategy = _StrategyState(trainer)
         self._trainer = trainer
@@ -75,6 +77,7 @@ class RunState:
             "random": self.random.of_rank(),
             "data": self.place.of_rank(),
             "compression": self.residuals.of_rank(),
+            **self.norms.of_rank(),
         }
 
     def restore_with_loops(self, saved: _Saved) -> None:
@@ -83,6 +86,7 @@ class RunState:
         self.place.restore(saved)
         self.residuals.restore(saved)
         self.random.restore(saved)
+        self.norms.restore(saved)
 
 
 class _GlobalBatch:
@@ -211,6 +215,33 @@ class _Residuals:
             )
             hook_state = {**states[0], "residuals": shares}
         hook.load_state_dict(hook_state)
+
+
+class _Norms:
+    """The norms of gradients by which ``skip_spikes`` judges a step."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._saved: dict[int, list[float]] = {}
+
+    @property
+    def _guard(self) -> Any:
+        return self._trainer.fit_loop.epoch_loop.automatic_optimization.step_guard
+
+    def of_rank(self) -> dict[str, Any]:
+        norms = {} if self._guard is None else self._guard.norms()
+        return {"norms": norms} if norms else {}
+
+    def restore(self, saved: _Saved) -> None:
+        """Chooses those that `set` sets: of another layout, rank 0's."""
+        ranks = saved["ranks"]
+        rank = self._trainer.global_rank if saved["layout"] == layout_of(self._trainer) else 0
+        self._saved = ranks[rank].get("norms", {})
+
+    def set(self) -> None:
+        """Sets those of the checkpoint, once."""
+        saved, self._saved = self._saved, {}
+        self._guard.load_norms(saved)
 
 
 class _RandomState:

@@ -36,6 +36,7 @@ from .averages import values_of_averages
 from .compressing import CommHookMixin
 from .ddp import DDP
 from .options import DDPOptions, DiLoCoOptions, LocalSGDOptions
+from .step_guard import flag_of_rank
 
 __all__ = ["LocalSGD"]
 
@@ -85,7 +86,7 @@ class LocalSGD(DDP):
         """See `EngineStrategy`: a rank that trains alone leaves out its own steps."""
         if self.averages_gradients:
             return super().agree(flag)
-        return torch.where(flag > 0, float(self.world_size - self.global_rank), flag)
+        return flag_of_rank(flag, self)
 
     def may_leave_out(self) -> None:
         """See `EngineStrategy`: the comm hook sends changes of weights, which no step that is left out has made."""

@@ -5,8 +5,11 @@ Phases of a step, after its last backward: 1. the largest absolute value of each
 the optimizer is not called, and the module's buffers are again what they were before the step.
 
 On the CPU the host reads the flag. On an accelerator torch's fused optimizers read it themselves, as `found_inf`, by
-which torch's loss scaler leaves out steps: the host does not wait. It waits for the flag, once in a step, for an
-optimizer that is not fused, and where the host needs to know at once.
+which torch's loss scaler leaves out steps; the steps of others are taken back there (`selected_step.py`). The host does
+not wait, unless an optimizer's state is of an unknown kind, there is a loss scaler, or it needs to know at once.
+
+With a limit for spikes, phase 1 also computes the norm of the gradients, and the flag is set if it is larger than that
+many times the mean of the norms of earlier steps, those that were left out aside.
 """
 
 import collections
@@ -25,29 +28,50 @@ from torchmetrics import Metric
 
 from ..checkpoint import get_random_state, set_random_state
 from ..contract import adapt
-from ..precision.clipping import local_values
+from ..precision.clipping import local_values, norm_of
+from .selected_step import LateFlag, StepBefore, may_select
 
-__all__ = ["StepGuard", "StepSnapshot", "needs_closure"]
+__all__ = ["SPIKE", "StepGuard", "StepSnapshot", "flag_of_rank", "needs_closure"]
 
 _BAD_GRADIENT = 0.5
 """The flag of a step if no rank had a loss that is not finite; those of such ranks are whole numbers."""
+SPIKE = 0.25
+"""The flag of a step whose gradients are finite, and too large."""
+_MEMORY = 0.99
+"""How much of the mean of norms stays in a step: it is that of about the last hundred."""
+_FIRST_NORMS = 20
+"""The norms that the mean has before a step is judged by it: those of the first steps fall quickly."""
 
 
 class StepGuard:
     """Decides for each step of a trainer's optimizers whether it is left out, on all ranks alike.
 
-    A flag is 0 for a step that is taken, 0.5 if only gradients were not finite, and `world_size` - r if r is the first
-    rank with a loss that is not finite.
+    A flag is 0 for a step that is taken, 0.25 if its gradients are a spike, 0.5 if only gradients were not finite, and
+    `world_size` - r if r is the first rank with a loss that is not finite.
 
     Args:
         trainer: the trainer.
         judged: called with each flag: a number where the host has read it, otherwise a 0-d tensor.
         stays: whether each step after the first one with a bad loss or gradient is left out, too.
         reads: whether the host reads each flag at once.
+        largest_norm: the norm of a spike, as a multiple of the mean; None: none is one.
     """
 
-    def __init__(self, trainer: Any, judged: Callable[[float | Tensor], None], *, stays: bool, reads: bool) -> None:
+    def __init__(
+        self,
+        trainer: Any,
+        judged: Callable[[float | Tensor], None],
+        *,
+        stays: bool,
+        reads: bool,
+        largest_norm: float | None = None,
+    ) -> None:
         self._trainer, self._judged, self._reads = trainer, judged, reads
+        self._largest_norm = largest_norm
+        self._norms: dict[int, Tensor] = {}
+        """By the number of the optimizer: the decaying sum of the norms, that of their weights, and their number."""
+        self._late: dict[Optimizer, LateFlag] = {}
+        """The flags that the host does not know yet, of the last step of each optimizer."""
         self._strategy = adapt(trainer.strategy)
         self._losses: list[Tensor] = []
         self._buffers: list[tuple[nn.Module, str, Tensor]] = []
@@ -60,6 +84,8 @@ class StepGuard:
         self._steps: dict[Optimizer, Any] = {}
         """The `step` that each optimizer had as an attribute; None: it had the method of its class."""
         self._scaler: Any = getattr(trainer.precision_plugin, "scaler", None)
+        self._latest: Any = None
+        """The optimizer, or the first of all, that was judged last."""
         self._is_open = False
         self.verdict: bool | Tensor = False
         """Whether the last step was left out: a 0-d tensor if the host does not know."""
@@ -70,7 +96,7 @@ class StepGuard:
         """Takes the place of the `step` of each optimizer that has it not; called when there are optimizers.
 
         Raises:
-            ValueError: an optimizer must compute the gradients itself.
+            ValueError: an optimizer must compute the gradients itself, or the norm of all is not known.
         """
         for optimizer in self._trainer.strategy.optimizers:
             if optimizer in self._steps:
@@ -86,6 +112,11 @@ class StepGuard:
             vars(optimizer)["step"] = self._guarded(optimizer)
         several = len(self._trainer.strategy.optimizers) > 1 and self._trainer.lightning_module.automatic_optimization
         self._together = list(self._trainer.strategy.optimizers) if several else []
+        if several and self._scaler is not None and self._largest_norm is not None:
+            raise ValueError(
+                "skip_spikes needs the gradients of all optimizers at once, and precision='16-mixed' unscales those of"
+                " one after the other: choose 'bf16-mixed', or leave skip_spikes out."
+            )
         self._trainer.precision_plugin.before_clipping = self.judge
         if self._scaler is not None:
             self._scaler.guard = self.judge
@@ -121,6 +152,29 @@ class StepGuard:
         """Keeps the loss of a micro-batch of the present step."""
         self._losses.append(loss.detach())
 
+    def settle(self) -> None:
+        """Waits until the host knows of the last steps whether they were left out, and undoes what it has done."""
+        while self._late:
+            self._late.popitem()[1].settle()
+
+    def undo_if_left_out(self, undo: Callable[[], None]) -> None:
+        """Has a function called if the last step turns out to be left out, before the next one; see `verdict`."""
+        self._at_flag(self._latest, self.verdict).undo.append(undo)
+
+    def _at_flag(self, first: Optimizer, flag: Any) -> LateFlag:
+        if first not in self._late:
+            self._late[first] = LateFlag(flag.float())
+        return self._late[first]
+
+    def norms(self) -> dict[int, list[float]]:
+        """What is known of the norms of earlier steps, for a checkpoint."""
+        return {number: of_one.tolist() for number, of_one in self._norms.items()}
+
+    def load_norms(self, norms: dict[int, list[float]]) -> None:
+        """Restores what `norms` has returned."""
+        device = self._trainer.strategy.root_device
+        self._norms = {number: torch.tensor(of_one, device=device) for number, of_one in norms.items()}
+
     # --- a step
 
     def judge(self, optimizer: Optimizer | LightningOptimizer, found_inf: Tensor | None = None) -> Tensor:
@@ -137,7 +191,8 @@ class StepGuard:
             optimizer = optimizer.optimizer
         first, *others = self._together or [optimizer]
         if first not in self._flags or (found_inf is not None and not others):
-            self._flags[first] = self._new_flag(optimizer, found_inf)
+            self._latest = first
+            self._flags[first] = self._new_flag(optimizer, found_inf, self._flags.get(first))
         flag = self._flags[first]
         value = flag if isinstance(flag, Tensor) else torch.tensor(flag)
         device = self._trainer.strategy.root_device if found_inf is None else found_inf.device
@@ -153,7 +208,10 @@ class StepGuard:
         return self._flags[self._together[0]] if self._together else self._flags.pop(optimizer)
 
     @torch.no_grad()
-    def _new_flag(self, optimizer: Optimizer, found_inf: Tensor | None) -> float | Tensor:
+    def _new_flag(
+        self, optimizer: Optimizer, found_inf: Tensor | None, former: float | Tensor | None
+    ) -> float | Tensor:
+        """Judges a step; `former` is what was said of it before its gradients were clipped, None if nothing was."""
         self._is_open = False
         device = self._trainer.strategy.root_device
         optimizers = self._together or [optimizer]
@@ -162,6 +220,11 @@ class StepGuard:
         if found_inf is not None:
             is_fine = is_fine & (found_inf.to(device) == 0)
         flag = (~is_fine).float() * _BAD_GRADIENT
+        norm = self._norm(optimizers, device) if former is None else None
+        if former is not None:
+            flag = torch.maximum(flag, torch.as_tensor(former).to(flag))
+        if norm is not None:
+            flag = torch.where(is_fine & self._is_spike(norm), SPIKE, flag)
         if self._losses:
             losses_are_fine = torch.stack([loss.to(device, torch.float32) for loss in self._losses]).isfinite().all()
             flag = torch.where(losses_are_fine, flag, float(self._trainer.world_size - self._trainer.global_rank))
@@ -171,12 +234,46 @@ class StepGuard:
             since = flag if self._scaler is None else flag.floor()  # a scale that is too large is no fault
             self._first = since if self._first is None else torch.maximum(self._first, since)
             flag = torch.maximum(self._first, flag)
-        is_read = self._reads or not all(self._is_masked(member, flag) for member in optimizers)
+        if norm is not None:
+            self._note_norm(norm, flag > 0)
+        if (late := self._late.pop(self._latest, None)) is not None:  # the device has the gradients' work to do
+            late.settle()
+        is_read = self._reads or not all(self._needs_no_host(member, flag) for member in optimizers)
         judged: float | Tensor = flag.item() if is_read else flag
         self.verdict = judged > 0
         self._restore_buffers()
         self._judged(judged)
         return judged
+
+    def _norm(self, optimizers: list[Optimizer], device: torch.device) -> Tensor | None:
+        """The norm of the gradients of optimizers that step together, if one may be a spike."""
+        if self._largest_norm is None:
+            return None
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        of_parameters = getattr(self._trainer.precision_plugin, "norm_of", None) or norm_of
+        return of_parameters([p for group in groups for p in group["params"]]).to(device, torch.float32)
+
+    @property
+    def _of_latest(self) -> int:
+        return self._trainer.strategy.optimizers.index(self._latest)
+
+    def _is_spike(self, norm: Tensor) -> Tensor:
+        sum_, weights, num = self._norms.setdefault(self._of_latest, norm.new_zeros(3))
+        # Where the mean is zero so far, as under frozen layers, nothing can be said.
+        return (num >= _FIRST_NORMS) & (sum_ > 0) & (norm * weights > self._largest_norm * sum_)
+
+    def _note_norm(self, norm: Tensor, is_left_out: Tensor) -> None:
+        before, one = self._norms[self._of_latest], torch.ones_like(norm)
+        sum_, weights, num = before
+        now = [_MEMORY * sum_ + (1 - _MEMORY) * norm, _MEMORY * weights + (1 - _MEMORY), num + one]
+        self._norms[self._of_latest] = torch.where(is_left_out, before, torch.stack(now))
+
+    def _needs_no_host(self, optimizer: Optimizer, flag: Tensor) -> bool:
+        """Whether the device alone can leave out the step of an optimizer."""
+        if flag.is_cpu:
+            return False
+        # A loss scaler reads `found_inf` itself, before it calls an optimizer that does not.
+        return self._is_masked(optimizer, flag) or (self._scaler is None and may_select(optimizer, flag.device))
 
     def _is_masked(self, optimizer: Optimizer, flag: Tensor) -> bool:
         """Whether an optimizer's own kernels read the flag."""
@@ -211,12 +308,25 @@ class StepGuard:
             return
         if hasattr(optimizer, "found_inf"):  # the loss scaler's, which has it from `judge`
             take()
-            return
-        optimizer.found_inf, optimizer.grad_scale = (flag > 0).float(), None
+        elif not self._is_masked(optimizer, flag):
+            self._select(optimizer, take, flag)
+        else:
+            optimizer.found_inf, optimizer.grad_scale = (flag > 0).float(), None
+            try:
+                take()
+            finally:
+                del optimizer.found_inf, optimizer.grad_scale
+
+    def _select(self, optimizer: Optimizer, take: Callable[[], Any], flag: Tensor) -> None:
         try:
-            take()
-        finally:
-            del optimizer.found_inf, optimizer.grad_scale
+            before = StepBefore(optimizer, flag.device)
+        except torch.OutOfMemoryError:
+            if flag.item() == 0:
+                take()
+            return
+        take()
+        if (undo := before.select(flag > 0)) is not None:
+            self._at_flag(self._together[0] if self._together else optimizer, flag).undo.append(undo)
 
     def _restore_buffers(self) -> None:
         if self.verdict is False:
@@ -226,6 +336,12 @@ class StepGuard:
             if isinstance(now, Tensor) and now.shape == saved.shape:
                 with torch.no_grad():
                     now.copy_(saved if self.verdict is True else torch.where(self.verdict.to(now.device), saved, now))
+
+
+def flag_of_rank(flag: Tensor, strategy: Any) -> Tensor:
+    """Returns the flag of a step that a rank takes by itself, so that this rank is the one with a bad loss."""
+    own = float(strategy.world_size - strategy.global_rank)
+    return torch.where(flag > 0, torch.where(flag == SPIKE, own + SPIKE, own), flag)
 
 
 def needs_closure(optimizer: Optimizer) -> bool:

@@ -36,6 +36,7 @@ OURS = {
     "nonfinite": "warn",
     "resume": None,
     "seed_samples": False,
+    "skip_spikes": None,
     "uneven": "pad",
 }
 """Arguments that Trainer does not have, with their defaults."""

@@ -130,21 +130,52 @@ def _fused(module: LightningModule) -> LightningModule:
     return module
 
 
-def _leave_out(has_bad: bool, flag: str, devices: int, **flags: Any) -> dict[str, Tensor]:
+class KeepsCounts(torch.optim.Optimizer):
+    """Not torch's: an SGD with momentum that keeps a mean of its own, made anew in each step, and counts in Python."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1, "num_steps": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["num_steps"] += 1
+            for p in group["params"]:
+                state = self.state[p]
+                state["num"] = state.get("num", 0) + 1
+                state["mean"] = 0.9 * state.get("mean", torch.zeros_like(p)) + p.grad
+                p.sub_(state["mean"] * group["lr"] / state["num"] / group["num_steps"])
+
+
+OPTIMIZERS = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, 1e-2),
+    "one by one": lambda parameters: torch.optim.AdamW(parameters, 1e-2, foreach=False),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9, dampening=0.5),
+    "adagrad": lambda parameters: torch.optim.Adagrad(parameters, 0.1),
+    "not torch's": KeepsCounts,
+}
+
+
+def _leave_out(
+    has_bad: bool, flag: str, devices: int, optimizer: str = "", bad: int = 2, **flags: Any
+) -> dict[str, Tensor]:
     """Trains beside a bad batch, or without the samples of it; counts in steps after it."""
     images, classes = loader("mlp", 1, num_steps=NUM_STEPS + 1).dataset.tensors
     rows = torch.arange(len(images))
     if has_bad:
-        images[2 * MICRO_BATCH + 1] = torch.nan
+        images[bad * MICRO_BATCH + 1] = torch.nan
     else:
-        rows = rows[(rows < 2 * MICRO_BATCH) | (rows >= 3 * MICRO_BATCH)]
-    counts = Counts(2, 0)
+        rows = rows[(rows < bad * MICRO_BATCH) | (rows >= (bad + 1) * MICRO_BATCH)]
+    # A copy to pinned memory, where the host looks a step later: it does not wait for it.
+    counts = Counts(2, 0, to_host=int(optimizer not in ("", "momentum")))
     engine = Engine(
         strategy=flag, accelerator="sim", devices=devices, max_epochs=1, callbacks=[counts], log_every_n_steps=50,
         check_first_steps=False, **QUIET, **{"nonfinite": "skip", **flags},
     )  # fmt: skip
     data = TensorDataset(images[rows], classes[rows])
     module = _fused(build("mlp"))
+    if optimizer:
+        module.configure_optimizers = lambda: _scheduled(OPTIMIZERS[optimizer](module.parameters()))
     engine.fit(module, DataLoader(data, batch_size=MICRO_BATCH // engine.data_size, pin_memory=True))
     return {name: value.cpu() for name, value in module.state_dict().items()}
 
@@ -160,6 +191,34 @@ def _leave_out(has_bad: bool, flag: str, devices: int, **flags: Any) -> dict[str
 )
 def test_a_step_is_left_out_on_the_device_without_a_wait(flag, devices, flags):
     with_it, without = (in_a_child(_leave_out, has_bad, flag, devices, **flags) for has_bad in (True, False))
+    assert largest_difference(with_it, without) == 0
+
+
+def _scheduled(optimizer: torch.optim.Optimizer) -> Any:
+    if not isinstance(optimizer, torch.optim.AdamW):
+        return optimizer
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)  # each rate follows from the one before
+    return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+@pytest.mark.parametrize(
+    ("flag", "devices", "optimizer", "bad", "flags"),
+    [
+        ("single", 1, "adamw", 2, {}),
+        ("single", 1, "adamw", 0, {}),  # there is no state before the first step
+        ("single", 1, "adamw", NUM_STEPS, {}),  # and no step after the last
+        *nightly(("single", 1, "one by one", 2, {}), ("single", 1, "adagrad", 2, {})),
+        ("single", 1, "momentum", 2, {"gradient_clip_val": 0.1}),
+        ("single", 1, "not torch's", 2, {}),
+        ("ddp_fork", 2, "adamw", 2, {"compression": "topk:0.1"}),
+        ("ddp_fork", 2, "adamw", 2, {"accumulate_grad_batches": 1, "skip_spikes": 1e9}),
+        ("fsdp_fork", 2, "adamw", 2, {}),
+    ],
+)
+def test_nor_does_the_host_wait_for_optimizers_that_read_no_flag(flag, devices, optimizer, bad, flags):
+    with_it, without = (
+        in_a_child(_leave_out, has_bad, flag, devices, optimizer, bad, **flags) for has_bad in (True, False)
+    )
     assert largest_difference(with_it, without) == 0
 
 

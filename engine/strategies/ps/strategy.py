@@ -42,6 +42,7 @@ from ..layout import DistributedStrategy
 from ..optimizer_trial import habits_of
 from ..options import PSOptions
 from ..parameter_hooks import ParameterHooks
+from ..step_guard import flag_of_rank
 from .object_gather import PendingGathers, SurvivingRanks, open_gathers
 from .rpc import Connection, interface_of
 from .server import (
@@ -175,7 +176,7 @@ class PS(DistributedStrategy, DDPStrategy):
     def agree(self, flag: Tensor) -> Tensor:
         """See `EngineStrategy`: with staleness, each rank pushes by itself, and leaves out its own gradients."""
         if self.options.staleness > 0:
-            return torch.where(flag > 0, float(self.world_size - self.global_rank), flag)
+            return flag_of_rank(flag, self)
         return torch.tensor(max(self.data_ranks.all_gather_object(flag.item())), device=flag.device)
 
     def _clip_at_servers(self, algorithm: str, limit: float) -> None:

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from polyphase.engine import Engine
 from polyphase.engine.reliability import nonfinite
 from polyphase.engine.reliability.nonfinite import NonFiniteError
+from polyphase.engine.strategies import step_guard
 from tests.engine.eager_graphs import eager_graphs
 from tests.engine.parity import MICRO_BATCH, MLP, QUIET, SUBJECTS, adamw, largest_difference, sgd_and_adamw, suffixed
 from tests.pairs import nightly
@@ -49,12 +50,14 @@ class Scheduled(MLP):
 class Spikes(MLP):
     """The bad sample's loss is finite; one element of a gradient is infinite, and none is NaN."""
 
+    value = torch.inf
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         images, classes = batch
         loss = super().training_step([images.nan_to_num(), classes], batch_idx)
         if images.isnan().any():
             value = self.net[-1].bias[0] * 1
-            value.register_hook(lambda gradient: torch.full_like(gradient, torch.inf))
+            value.register_hook(lambda gradient: torch.full_like(gradient, self.value))
             loss = loss + value - value.detach()
         return loss
 
@@ -138,6 +141,78 @@ def test_nor_does_a_gradient_that_clipping_would_make_finite(algorithm):
     flags = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": algorithm}
     assert difference(Spikes, "ddp", 2, **flags) == 0
     assert difference(SpikesByHand, "single", 1) == 0
+
+
+class Jumps(Scheduled):
+    """Its loss is finite, and that of the bad sample makes gradients many times larger than the others."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        images, classes = batch
+        loss = super().training_step([images.nan_to_num(), classes], batch_idx)
+        return loss * 1000 if images.isnan().any() else loss
+
+
+@pytest.mark.parametrize(
+    ("strategy", "devices", "flags"),
+    [
+        ("single", 1, {"gradient_clip_val": 0.05}),
+        ("ddp", 2, {"accumulate_grad_batches": 2}),
+        ("ddp", 2, {"precision": "16-mixed", "gradient_clip_val": 0.05}),
+        ("ddp", 2, {"compression": "topk:0.3"}),
+        ("fsdp", 2, {}),
+        ("tp", 2, {}),
+        ("pp:microbatches=2", 2, {}),
+        ("ps", 2, {}),
+        ("local_sgd:sync_every=1", 2, {"samples": (0, 1)}),
+    ],
+    ids=str,
+)
+def test_a_spike_leaves_no_trace(monkeypatch, strategy, devices, flags):
+    monkeypatch.setattr(step_guard, "_FIRST_NORMS", 2)
+    module = MLPJumps if strategy.startswith("local_sgd") else Jumps
+    assert difference(module, strategy, devices, skip_spikes=20.0, **flags) == 0
+
+
+class MLPJumps(MLP):
+    """Without a schedule, which goes on where ranks train alone."""
+
+    training_step = Jumps.training_step
+
+
+def test_a_spike_by_hand_is_judged_before_it_is_clipped(monkeypatch):
+    class JumpsByHand(SpikesByHand):
+        value = 1e6
+
+    monkeypatch.setattr(step_guard, "_FIRST_NORMS", 2)
+    for precision in ("32-true", "16-mixed"):
+        assert difference(JumpsByHand, "single", 1, skip_spikes=20.0, precision=precision) == 0
+
+
+def test_spikes_are_told_and_counted_from_a_number_of_norms_on(monkeypatch, caplog):
+    caplog.set_level(logging.WARNING, logger="polyphase.engine")
+    assert fit(Jumps, "single", 1, skip_spikes=20.0).trainer.num_skipped_steps == 0, "after three steps"
+    monkeypatch.setattr(step_guard, "_FIRST_NORMS", 3)
+    assert fit(Jumps, "single", 1, skip_spikes=20.0).trainer.num_skipped_steps == 1
+    (message,) = [r.getMessage() for r in caplog.records if r.name == "polyphase.engine"]
+    assert f"of batch {BAD_STEP} had a norm of more than 20.0 times the mean at step {BAD_STEP}" in message
+
+
+def test_a_resumed_run_judges_spikes_by_the_norms_before_it(monkeypatch, tmp_path):
+    monkeypatch.setattr(step_guard, "_FIRST_NORMS", 3)
+    path = tmp_path / "saved.ckpt"
+    fit(Jumps, "single", 1, skip_spikes=20.0, max_steps=BAD_STEP).trainer.save_checkpoint(path)
+    resumed = fit(Jumps, "single", 1, skip_spikes=20.0, resume=path)
+    assert resumed.trainer.num_skipped_steps == 1
+    assert largest_difference(resumed.state_dict(), fit(Jumps, "single", 1, skip_spikes=20.0).state_dict()) == 0
+
+
+def test_a_limit_for_spikes_that_can_not_be_honoured_is_refused():
+    with pytest.raises(ValueError, match=r"skip_spikes=20.0 .* larger than 1, and nonfinite='skip'"):
+        fit(Jumps, "single", 1, nonfinite="warn", skip_spikes=20.0)
+    with pytest.raises(ValueError, match=r"skip_spikes=0.5 .* larger than 1"):
+        fit(Jumps, "single", 1, skip_spikes=0.5)
+    with pytest.raises(ValueError, match=r"skip_spikes needs the gradients of all optimizers at once.*bf16-mixed"):
+        fit(Together, "single", 1, skip_spikes=20.0, precision="16-mixed")
 
 
 COMPRESSIONS = ["bf16", "int8:16,feedback=true", "powersgd:2,start=1", "sign", "topk:0.3"]
@@ -309,8 +384,26 @@ def test_a_step_that_is_left_out_is_told_and_counted(caplog):
     module = fit(MLP, "single", 1)
     (message,) = [r.getMessage() for r in caplog.records if r.name == "polyphase.engine"]
     assert f"a loss or gradient of batch {BAD_STEP} was not finite at step {BAD_STEP} (epoch 0) on rank 0" in message
+    assert message.endswith(f" Its samples: {', '.join(str(BAD_STEP * MICRO_BATCH + i) for i in range(MICRO_BATCH))}.")
     assert module.trainer.num_skipped_steps == 1
     assert module.trainer.global_step == STEPS, "the batch was one of the run's"
+
+
+@pytest.mark.parametrize(("strategy", "devices"), [("single", 1), ("ddp_spawn", 2)])
+def test_its_samples_are_named_by_their_indices_in_any_order(strategy, devices, capfd, tmp_path):
+    torch.manual_seed(2)
+    images, classes = SUBJECTS["mlp"].data(4 * MICRO_BATCH).tensors
+    images = images.clone()
+    images[7] = torch.nan
+    loader = DataLoader(TensorDataset(images, classes), batch_size=MICRO_BATCH // devices // 2, shuffle=True)
+    flags = {**QUIET, "max_epochs": 2, "nonfinite": "skip", "accumulate_grad_batches": 2, "check_first_steps": False}
+    Engine(accelerator="cpu", strategy=strategy, devices=devices, **flags).fit(MLP(), loader)
+    found = [line.rpartition(": ")[2] for line in capfd.readouterr().err.splitlines() if "Its samples" in line]
+    assert len(found) == 2, "once in each epoch"
+    for samples in found:
+        numbers = [int(number) for number in samples.rstrip(".").split(", ")]
+        assert len(numbers) == MICRO_BATCH // devices, "those of the rank that had a loss that is not finite"
+        assert 7 in numbers
 
 
 def test_an_optimizer_that_computes_gradients_itself_is_refused():
