@@ -258,6 +258,18 @@ class EngineStrategy:
 
     survives_losses = False
     """Whether the other ranks regroup when the process of one has ended: see `loop/rank_loss.py`."""
+    repeats: Callable[[Callable[[], Any]], Any] | None = None
+    """Calls a function of collectives, after which nothing has changed yet, again if a rank is lost meanwhile: then all
+    ranks that are left have its results, or none. None: no rank may be lost."""
+    steps_apart = False
+    """Whether the ranks may be at different steps now."""
+
+    def loss_in_words(self, num_steps: int) -> str:
+        """Says what was lost with a rank, after a number of steps, that no other has; empty if nothing was."""
+        return ""
+
+    def end_step_of_others(self) -> None:
+        """Does what follows a step that others have made, and whose result this rank has from them."""
 
     def leave_groups(self) -> None:
         """Ends the process groups of a rank whose step has failed, so that the collectives of all others raise."""

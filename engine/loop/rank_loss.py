@@ -25,13 +25,13 @@ import inspect
 import logging
 import math
 import os
-import pickle
 import select
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -43,11 +43,11 @@ from torch import Tensor
 
 from .._compat.lightning import _DataLoaderIterDataFetcher
 from ..config import EngineConfig
+from ..distributed.agreement import Agreement, LostRankError
 from ..distributed.connections import cut_connections
 from ..distributed.environment import is_elastic, is_in_survivors_folder, set_outlived
-from ..distributed.job_store import Fields, JobStore, signed, verified
+from ..distributed.job_store import Fields, JobStore
 from ..distributed.object_group import gather_otherwise
-from ..distributed.waits import waiting
 from ..errors import RefusedError
 from ..loggers.continuation import kind_of
 from ..reliability.failure import is_of_connection, print_rank
@@ -74,7 +74,7 @@ other, each time with larger shares."""
 
 _WORD: Fields = {"steps": int, "samples": int, "altered": bool}
 _DECISION: Fields = {"by": int, "ranks": list, "steps": int, "samples": int, "source": int, "ends": str}
-_OUTCOME: Fields = {"all": bool}
+_PLACE: Fields = {"steps": int}
 
 
 class LostRanks(NamedTuple):
@@ -100,10 +100,6 @@ class LostRanks(NamedTuple):
 
 class RankLossError(RuntimeError):
     """The run can't go on without the lost rank."""
-
-
-class _LostError(RuntimeError):
-    """Another rank has ended, as this one has noticed by itself."""
 
 
 # --- what is refused
@@ -175,7 +171,7 @@ def _why_not_flags(config: EngineConfig, strategy: Any) -> tuple[str, str] | Non
         if is_set:
             value = getattr(config, name)
             return f"{name}={value!r} keeps a part of a step that a lost rank would take along", f"Leave {name} out"
-    if strategy.averages_buffers:
+    if strategy.averages_buffers and not strategy.capabilities.steps_alone:
         return "average_buffers=true changes the module after the step was made", "Leave that option out"
     return None
 
@@ -230,7 +226,10 @@ class RankLoss:
         self._loop: Any = None
         self._place: Literal["step", "between", "repeated"] = "step"
         """``"repeated"``: in a validation or a save, which begins again after a loss."""
-        self._num_gathered = 0
+        self._agreement: Any = None
+        """Collectives of the ranks that are left, between two steps."""
+        self._meeting_step: int | None = None
+        """The step at which the ranks that are left meet, if they step apart; None while none is known to be lost."""
         self._is_cut = False
         """Whether a rank was seen to have ended since the ranks have met."""
         self._has_ended = threading.Event()
@@ -265,6 +264,8 @@ class RankLoss:
         self._devices = trainer.strategy.parallel_devices
         self._registry = RankRegistry("losses", job)
         self._registry.look_for_all()
+        self._agree_by_store()
+        adapt(trainer.strategy).repeats = partial(self.repeat, is_in_step=True)
         set_outlived(True)
         self._has_ended.clear()
         threading.Thread(target=self._watch, args=(self._registry,), name="polyphase-losses", daemon=True).start()
@@ -306,12 +307,15 @@ class RankLoss:
         """Forgets what belongs to one run."""
         self._has_ended.set()
         set_outlived(False)
-        self._registry = self._start = self._loop = None
+        self._registry = self._start = self._loop = self._agreement = self._meeting_step = None
+        adapt(self._trainer.strategy).repeats = None
         self._enter("step")
 
     def begin_step(self, loop: Any) -> None:
         """Notes the state that a step changes; called before the first batch of each step."""
         self._loop = loop
+        if self._is_cut and adapt(self._trainer.strategy).steps_apart:
+            self._meet_at_a_step(loop)
         self._enter("step")
         self._start = StepStart(self._trainer, loop)
         if self._is_to_deal:
@@ -341,7 +345,7 @@ class RankLoss:
         """Whether a step has failed because the process of another rank has ended."""
         if self._registry is None or self._start is None:
             return False
-        if not (isinstance(error, _LostError) or is_of_connection(error)):
+        if not (isinstance(error, LostRankError) or is_of_connection(error)):
             return False
         return bool(self._noticed()) and not self._has_failed()
 
@@ -361,10 +365,16 @@ class RankLoss:
         job = current_job()
         return job is not None and job.first_failure() is not None
 
-    def recover(self, loop: Any, error: BaseException, *, goes_back: bool = True) -> bool:
-        """Goes on with the ranks that are left; returns whether others had made the step that has failed here.
+    def recover(self, loop: Any, error: BaseException, *, goes_back: bool = True, is_made: bool = False) -> bool:
+        """Goes on with the ranks that are left; returns whether the step that has failed here is made.
 
         If not, the loop is at the beginning of that step, if it is to go back.
+
+        Args:
+            loop: the loop of the epoch.
+            error: why the step has failed.
+            goes_back: whether it can be made again.
+            is_made: whether this rank has made it, and only what follows has failed.
 
         Raises:
             RankLossError: the run can't go on.
@@ -373,7 +383,7 @@ class RankLoss:
         trainer, strategy = self._trainer, adapt(self._trainer.strategy)
         # A collective between two steps may be called where gradients are off; a new reducer begins with a backward.
         with trainer.heartbeat.within("regroup"), torch.enable_grad():
-            before, was_zero, is_made = list(self._members), trainer.is_global_zero, False
+            before, was_zero = list(self._members), trainer.is_global_zero
             steps = loop.automatic_optimization.optim_progress.optimizer.step.total.completed
             self._enter("step")
             while True:
@@ -403,8 +413,9 @@ class RankLoss:
             if trainer.is_global_zero:
                 log.warning(
                     "%s. They share the samples of that step, and of all that follow. What the lost rank alone has"
-                    " logged in this epoch is left out of the epoch's values.",
+                    " logged in this epoch is left out of the epoch's values.%s",
                     event,
+                    strategy.loss_in_words(decision["steps"]),
                 )
             self._enter("between")  # so another loss in a hook is none of the hook's concern
             for owner in (*trainer.callbacks, trainer.lightning_module):
@@ -413,7 +424,41 @@ class RankLoss:
                     on_rank_loss(*arguments, event)
         return is_made
 
+    def _meet_at_a_step(self, loop: Any) -> None:
+        """Goes on without a lost rank as soon as this rank has made as many steps as the first of those that are left.
+
+        Without a collective in each step, the ranks notice the loss at different steps.
+        """
+        steps = loop.automatic_optimization.optim_progress.optimizer.step.total.completed
+        if self._meeting_step is None:
+            self._meeting_step = self._most_steps(steps)
+        if steps >= self._meeting_step:
+            self.recover(loop, LostRankError(), goes_back=False)
+
+    def _most_steps(self, steps: int) -> int:
+        assert self._registry is not None
+        job, key = self._registry.job, f"polyphase/losses/{self._generation}"
+        job.write(f"{key}/at/{self._me}", {"steps": steps})
+        while True:
+            lost = self._lost()
+            left = [rank for rank in self._members if rank not in lost]
+            # One that waits in an exchange, or between two steps, has said so already.
+            said = job.read_all([f"{key}/{rank}" for rank in left], _WORD)
+            said |= job.read_all([f"{key}/at/{rank}" for rank in left if f"{key}/{rank}" not in said], _PLACE)
+            if len(said) == len(left):
+                return max(word["steps"] for word in said.values())
+            if self._has_failed():
+                raise RuntimeError("The connection was closed: another rank has failed.")
+            time.sleep(_TICK_S)
+
     # --- between two steps
+
+    def _agree_by_store(self) -> None:
+        assert self._registry is not None
+        name = f"polyphase/losses/{self._generation}/between"
+        self._agreement = Agreement(
+            self._registry.job, name, self._members, self._me, lost=self._lost, has_failed=self._has_failed
+        )
 
     def _enter(self, place: Literal["step", "between", "repeated"]) -> None:
         self._place = place
@@ -427,86 +472,57 @@ class RankLoss:
         """Returns the values of all ranks, in the order of their numbers; those of the ranks left, after a loss."""
         while True:
             try:
-                return self._gather_once(value)
-            except _LostError as lost:
+                return self._agreement.gather(value)
+            except LostRankError as lost:
                 failure = lost.with_traceback(None)
             self.recover(self._loop, failure, goes_back=False)
 
-    def _gather_once(self, value: Any) -> list[Any]:
-        """Returns the values of all ranks, on all of them, or raises an error on all of them.
-
-        Phases: 1. each rank writes its value; 2. the first that sees the values of all, or that a rank has ended before
-        it has written its own, records which; 3. all read that record, and the values.
-
-        Raises:
-            _LostError: a rank has ended.
-        """
-        assert self._registry is not None
-        job, former = self._registry.job, self._num_gathered
-        self._num_gathered += 1
-        keys = [self._gathered(self._num_gathered, rank) for rank in self._members]
-        outcome_key = self._gathered(self._num_gathered, "all")
-        own = self._gathered(self._num_gathered, self._me)
-        job.line.ask("set", own, signed(own, pickle.dumps(value)))
-        with waiting("the agreement between two steps"):
-            while (outcome := job.read(outcome_key, _OUTCOME)) is None:
-                if job.has(*keys):
-                    job.record_first(outcome_key, {"all": True}, _OUTCOME)
-                elif self._lost():
-                    job.record_first(outcome_key, {"all": False}, _OUTCOME)
-                elif self._has_failed():
-                    raise RuntimeError("The connection was closed: another rank has failed.")
-                else:
-                    time.sleep(_TICK_S)
-        if not outcome["all"]:
-            raise _LostError
-        contents = [verified(key, content) for key, content in zip(keys, job.line.ask("multi_get", keys), strict=True)]
-        job.line.ask("delete_key", self._gathered(former, self._me))  # all have read it: they have written the next one
-        return [pickle.loads(content or b"") for content in contents]  # noqa: S301 - signed by a rank of this job
-
-    def _gathered(self, number: int, name: int | str) -> str:
-        return f"polyphase/losses/{self._generation}/between/{number}/{name}"
-
-    def repeat(self, work: Callable[[], Any], undo: Callable[[], None] = lambda: None) -> Any:
-        """Calls `work` on all ranks, between two steps; again on those that are left, if one is lost meanwhile.
+    def repeat(
+        self, work: Callable[[], Any], undo: Callable[[], None] = lambda: None, *, is_in_step: bool = False
+    ) -> Any:
+        """Calls `work` on all ranks; again on those that are left, if one is lost meanwhile.
 
         Args:
             work: calls `commit` when nothing of it can be repeated any more; else that is done after it.
             undo: called before `work` is called again.
+            is_in_step: whether it may be at the end of a step, when weights have changed, rather than between two.
         """
-        if self._place != "between":  # a save of a hook within a step, say
+        place = self._place
+        if place != "between" and not (is_in_step and place == "step"):  # a save of a hook within a step, say
             return work()
-        while True:
+        while self._agreement is not None:
             self._enter("repeated")
             try:
                 result = work()
                 self.commit()
+                self._enter(place)
                 return result
             except RuntimeError as error:
                 if self._place != "repeated" or not self.is_cause_of(error):
                     raise
                 failure = error.with_traceback(None)
             undo()
-            self.recover(self._loop, failure, goes_back=False)
+            self.recover(self._loop, failure, goes_back=False, is_made=place == "step")
+        return work()
 
     def commit(self) -> None:
         """Ends what is repeated after a loss: all ranks have done it.
 
         Raises:
-            _LostError: one has ended before, so that none has.
+            LostRankError: one has ended before, so that none has.
         """
         if self._place == "repeated":
-            self._gather_once(None)
+            self._agreement.gather(None)
             self._enter("between")
 
     def check(self) -> None:
         """Called between two batches of a validation, which may be long, and have no collective.
 
         Raises:
-            _LostError: a rank has ended.
+            LostRankError: a rank has ended.
         """
         if self._place == "repeated" and self._is_cut:
-            raise _LostError
+            raise LostRankError
 
     def validate(self, loop: Any) -> None:
         """Runs the validation of a loop; its values and the module's attributes are as before it, if it is repeated."""
@@ -586,19 +602,20 @@ class RankLoss:
         """Connects the ranks that are left under a new generation.
 
         Raises:
-            _LostError: one of them has ended.
+            LostRankError: one of them has ended.
         """
         assert self._registry is not None
         job: JobStore = self._registry.job
         with self._lock:
             self._members, self._generation = list(ranks), self._generation + 1
-            self._num_gathered, self._is_cut = 0, False
+            self._is_cut, self._meeting_step = False, None
+        self._agree_by_store()
         keys = [f"polyphase/losses/{self._generation}/here/{rank}" for rank in ranks]
         rank = self._members.index(self._me)
         job.write(keys[rank], {})
         while not job.has(*keys):
             if self._lost():
-                raise _LostError
+                raise LostRankError
             time.sleep(_TICK_S)
         store = dist.PrefixStore(f"generation/{self._generation}", job.store.clone())
         adapt(self._trainer.strategy).regroup([self._devices[member] for member in ranks], rank, store)

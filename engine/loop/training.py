@@ -472,6 +472,7 @@ class _Epoch:
             if not repeats.recover(loop, failure):
                 self._log_anew()
                 return True
+            self._hooks.strategy.end_step_of_others()
             outputs = loop.automatic_optimization.end_step_of_others()
         self._heartbeat.phase = "batch"
         total.processed += 1

@@ -19,7 +19,7 @@ all ranks: it is the average of the mean, whichever of them each rank goes on fr
 """
 
 import dataclasses
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -55,7 +55,6 @@ class LocalSGD(DDP):
         # A checkpoint has rank 0's optimizer state in the usual place; that of the other ranks is in `state_of_rank`.
         optimizer_state_partitioned=True,
         steps_alone=True,
-        unsupported_rank_loss="lets ranks train apart, so that each has weights of its own",
     )
 
     def __init__(self, options: LocalSGDOptions, launcher: str = "", comm_hook: CommHook | None = None) -> None:
@@ -137,10 +136,9 @@ class LocalSGD(DDP):
         assert module is not None
         assert self._hook is not None
         assert self._means is not None
+        means = self._means
+        self._change(self._buffers(), lambda flat: means.start_broadcast(flat, 0)())
         self.model = module  # without DistributedDataParallel, which would broadcast rank 0's buffers
-        for index, bucket in enumerate(in_buckets(self._buffers(), self.local.bucket_cap_mb)):
-            self._means.bucket = index
-            copy(unflatten(self._means.start_broadcast(flatten(bucket), 0)(), bucket), bucket)
         trained = dict(self._trained_parameters())
         self._anchor = _OuterOptimizer(trained, self._hook, largest_mb=self.local.bucket_cap_mb, outer=self.local.outer)
         shared, own = self._loaded
@@ -162,18 +160,20 @@ class LocalSGD(DDP):
         **kwargs: Any,
     ) -> Any:
         """Steps the optimizer, and exchanges weights after every H-th step."""
-        step = self._num_steps + 1
         # Skips CommHookMixin's method, since the comm hook takes no part in a local step.
+        step = self._num_steps + 1
         output = super(CommHookMixin, self).optimizer_step(optimizer, closure, model, **kwargs)
-        if not self.ends_step(optimizer):
-            return output
+        if self.ends_step(optimizer):
+            self._end_step(step)
+        return output
+
+    def _end_step(self, step: int) -> None:
         if self._anchor is not None:
             self._is_apart = True
             if (step - self.local.warmup) % self.local.sync_every == 0:
                 self._exchange()
         elif step == self.local.warmup:
             self._begin_local_phase()
-        return output
 
     def finish_micro_batch(self, step: Callable[[Callable[..., Any]], Tensor], synchronises: bool) -> None:
         """See `CommHookMixin`; does nothing while each rank trains alone."""
@@ -188,7 +188,7 @@ class LocalSGD(DDP):
     def _exchange(self) -> None:
         assert self._anchor is not None
         self._check_trained()
-        self._anchor.exchange()
+        self._anchor.step(self._agreed(self._anchor.changes))
         self._average(self._buffers())
         self._is_apart = False
         if self.comm_hook is not None:
@@ -216,11 +216,25 @@ class LocalSGD(DDP):
         return [*self._anchor.parameters, *self._buffers()]
 
     def _average(self, tensors: list[Tensor]) -> None:
-        assert self._means is not None
-        for index, bucket in enumerate(in_buckets(tensors, self.local.bucket_cap_mb)):
-            self._means.bucket = index
-            mean = self._means.all_reduce(flatten(bucket).div_(self._means.size))
-            copy(unflatten(mean, bucket), bucket)
+        means = self._means
+        assert means is not None
+        self._change(tensors, lambda flat: means.all_reduce(flat.div_(means.size)))
+
+    def _change(self, tensors: list[Tensor], collective: Callable[[Tensor], Tensor]) -> None:
+        """Replaces tensors by what a collective makes of them, bucket by bucket."""
+        means, buckets = self._means, list(in_buckets(tensors, self.local.bucket_cap_mb))
+        assert means is not None
+
+        def results() -> Generator[Tensor, None, None]:
+            for means.bucket, bucket in enumerate(buckets):
+                yield collective(flatten(bucket))
+
+        for bucket, result in zip(buckets, self._agreed(results), strict=True):
+            copy(unflatten(result, bucket), bucket)
+
+    def _agreed(self, collect: Callable[[], Iterable[Tensor]]) -> Iterable[Tensor]:
+        """Returns the results of collectives, one by one; if a rank may be lost, after the last one."""
+        return collect() if self.repeats is None else self.repeats(lambda: list(collect()))
 
     def _load_average(self) -> None:
         """Puts the mean of the ranks' weights into the module."""
@@ -274,6 +288,46 @@ class LocalSGD(DDP):
     def held_bytes(self) -> int:
         """The bytes of the anchor and its momentum."""
         return 0 if self._anchor is None else self._anchor.held_bytes
+
+    # --- a lost rank
+
+    @property
+    def steps_apart(self) -> bool:  # type: ignore[override]
+        """See `EngineStrategy`: without a collective, the ranks of the local phase wait for each other in exchanges."""
+        return self._anchor is not None
+
+    def loss_in_words(self, num_steps: int) -> str:
+        """See `EngineStrategy`."""
+        if self._anchor is None:
+            return ""
+        exchange = num_steps - (num_steps - self.local.warmup) % self.local.sync_every
+        return (
+            f" Lost with it are its optimizer's moments, and the changes of its weights since the exchange after step"
+            f" {exchange}, or since the one before if it was lost in that."
+        )
+
+    def end_step_of_others(self) -> None:
+        """See `EngineStrategy`."""
+        self._end_step(self._num_steps + 1)
+
+    def leave_groups(self) -> None:
+        """See `EngineStrategy`; a mean of weights in which the lost rank has had a part is dropped."""
+        self._restore_own_weights()
+        if self.averages_gradients:
+            super().leave_groups()
+        else:
+            super(DDP, self).leave_groups()
+
+    def regroup(self, devices: Sequence[Any], rank: int, store: dist.Store) -> None:
+        """See `EngineStrategy`."""
+        if self.averages_gradients:
+            super().regroup(devices, rank, store)
+            return
+        super(DDP, self).regroup(devices, rank, store)
+        assert self._hook is not None
+        for wire in (self._hook.wire, self._means):
+            assert wire is not None
+            wire.count_ranks()
 
     # --- checkpoints
 
@@ -333,12 +387,17 @@ class _OuterOptimizer:
         momenta = [value for state in self._outer.state.values() for value in state.values()]
         return sum(tensor.nbytes for tensor in (*self._flats, *momenta) if isinstance(tensor, Tensor))
 
-    def exchange(self) -> None:
-        """Phases 1 to 3."""
+    def changes(self) -> Generator[Tensor, None, None]:
+        """Phases 1 and 2, bucket by bucket: yields the means of the ranks' changes."""
         for index, (parameters, anchor) in enumerate(zip(self._buckets, self._flats, strict=True)):
             change = anchor - flatten(parameters)
             members = tuple(ParamSlice(self._names[p], tuple(p.shape)) for p in parameters)
-            anchor.grad = self._hook.run(Bucket(index, change, members))
+            yield self._hook.run(Bucket(index, change, members))
+
+    def step(self, changes: Iterable[Tensor]) -> None:
+        """Phase 3, with what `changes` yields."""
+        for parameters, anchor, change in zip(self._buckets, self._flats, changes, strict=True):
+            anchor.grad = change
             self._outer.step()
             anchor.grad = None
             copy(unflatten(anchor, parameters), parameters)

@@ -57,7 +57,7 @@ class StepBefore:
     """
 
     def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
-        entries = list(optimizer.state.values())
+        entries: list[dict[str, Any]] = list(optimizer.state.values())
         of_state = (value for one in entries for value in one.values() if isinstance(value, Tensor))
         tensors = [*_weights(optimizer), *(value for value in of_state if value.device == device)]
         self._buckets = list(in_buckets((local_part(t).detach() for t in tensors if t.numel() > 0), _BUCKET_MB))
@@ -67,7 +67,8 @@ class StepBefore:
             (one, {name: value.clone() if _is_count(value) else value for name, value in one.items()})
             for one in entries
         ]
-        self._host = [*host, *((one, dict(one)) for one in (optimizer.state, *optimizer.param_groups))]
+        owners: list[Any] = [optimizer.state, *optimizer.param_groups]
+        self._host = [*host, *((one, dict(one)) for one in owners)]
 
     @torch.no_grad()
     def select(self, is_left_out: Tensor) -> Callable[[], None] | None:

@@ -1,21 +1,33 @@
 """The short form of `without_restart`: ranks killed at a few points, in drawn steps."""
 
 import random
+from pathlib import Path
 
 import pytest
 
 from ..pairs import nightly
-from .without_restart import plan, storm
+from .without_restart import Plan, plan, storm
 
 POINTS = [("two at once", 0), ("recovery", 0), ("validation batch", 0)]
 AT_NIGHT = [("random", 1), ("stepped", 1), ("epoch end", 1), ("validation end", 1), ("write", 1), ("renamed", 1)]
+APART = [("stepped", "local_sgd"), ("validation batch", "diloco")]
+APART_AT_NIGHT = [("random", "diloco"), ("backward", "local_sgd"), ("two at once", "diloco"), ("save", "local_sgd")]
 
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(("point", "seed"), [*POINTS, *nightly(*AT_NIGHT)])
 def test_runs_go_on_as_resumptions_with_the_ranks_that_are_left_would(point, seed, tmp_path):
-    run = plan(point, random.Random(f"{seed} {point}"))
-    verdict = storm(run, tmp_path)
+    _is_as_expected(plan(point, random.Random(f"{seed} {point}")), tmp_path)
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(("point", "strategy"), [*APART, *nightly(*APART_AT_NIGHT)])
+def test_and_where_ranks_step_apart_as_a_loop_by_hand_would(point, strategy, tmp_path):
+    _is_as_expected(plan(point, random.Random(f"0 {point} {strategy}"), strategy), tmp_path)
+
+
+def _is_as_expected(run: Plan, folder: Path) -> None:
+    verdict = storm(run, folder)
     print(f"\n{run}: {verdict}")
     # Fewer than planned, if a trap has had the victim of a later one; one, if two die by one command.
     assert verdict.num_kills

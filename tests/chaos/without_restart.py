@@ -8,6 +8,10 @@ which samples were trained on how often in each epoch (of a step that was made a
 counts); how far the weights are from those of runs that were stopped after the same steps and resumed with the ranks
 that were left; and how long it took from each kill until the ranks that are left had finished a step.
 
+Under `local_sgd` and `diloco` the weights are compared with those of a loop by hand in one process: for each rank a
+module with an optimizer, which is trained on the samples that the rank wrote down, and has no part in exchanges after
+its loss. What a lost rank had still to do before the ranks that are left met is counted apart, as nobody has done it.
+
 Weights have 64 bits: the order of a sum makes less than 1e-12, anything else more than 1e-6.
 """
 
@@ -51,6 +55,10 @@ STEPS = -(-SIZE // BATCH)
 """Optimizer steps of an epoch; the last one has one sample."""
 SAME = 1e-12
 """The largest difference of weights of 64 bits that comes from the order of a sum."""
+STRATEGIES = {"ddp": {}, "local_sgd": {"lr": 1.0}, "diloco": {"lr": 0.7, "momentum": 0.9, "nesterov": True}}
+"""By name, the outer SGD."""
+SYNC_EVERY = 4
+"""Steps between exchanges, which meet the borders of epochs and the other points in various ways."""
 LIMIT_S = 120.0
 """A run that takes longer has hung: it takes a few seconds, and 15 more if a rank is lost while the others connect."""
 
@@ -83,6 +91,7 @@ class Plan:
     num_workers: int
     micro_batch: int
     """The batch size of the loader: less than a rank's share of a step is accumulated."""
+    strategy: str = "ddp"
 
     @property
     def validates(self) -> bool:
@@ -106,6 +115,8 @@ class Verdict:
     is_hung: bool = False
     left_running: int = 0
     recoveries_s: list[float] = field(default_factory=list)
+    undone: int = 0
+    """Samples of a lost rank that nobody was trained on, between its end and the step at which the others met."""
 
     @property
     def is_good(self) -> bool:
@@ -113,7 +124,7 @@ class Verdict:
         return not bad and self.difference <= SAME
 
 
-def plan(point: str, draw: random.Random) -> Plan:
+def plan(point: str, draw: random.Random, strategy: str = "ddp") -> Plan:
     """Draws a run with kills at one point."""
     num_ranks = draw.choice([3, 4])
     victims = draw.sample(range(num_ranks), num_ranks - 1)
@@ -129,20 +140,25 @@ def plan(point: str, draw: random.Random) -> Plan:
         ranks, victims = tuple(victims[:size]), victims[size:]
         one = "random" if point == "two at once" else point if size == 2 or point != "recovery" else "backward"
         kills.append(Kill(one, ranks, place, draw.uniform(0.0, 0.1 if point == "recovery" else 0.02)))
-    return Plan(num_ranks, tuple(kills), draw.choice([0, 0, 1]), draw.choice([2, BATCH]))
+    return Plan(num_ranks, tuple(kills), draw.choice([0, 0, 1]), draw.choice([2, BATCH]), strategy)
 
 
 # --- the run
 
 
 class Recorder(LightningModule):
-    """Writes a line for each batch: epoch, optimizer step, number of ranks, and the numbers of its samples."""
+    """Writes a line for each batch: epoch, optimizer step, number of ranks, its own, and the numbers of its samples."""
 
-    def __init__(self, folder: Path | None) -> None:
+    def __init__(self, folder: Path | None, dropout: float = 0.3) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.folder = folder
-        self.net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Dropout(0.3), nn.Linear(16, 16), nn.Linear(16, 1))
+        self.own = 0
+        layers = (nn.Linear(8, 16), nn.Tanh(), nn.Dropout(dropout), nn.Linear(16, 16), nn.Linear(16, 1))
+        self.net = nn.Sequential(*layers)
+
+    def on_train_start(self) -> None:
+        self.own = self.global_rank
 
     def note(self, *words: Any) -> None:
         if self.folder is not None:
@@ -153,11 +169,14 @@ class Recorder(LightningModule):
         numbers, inputs, targets = batch
         if not self.trainer.is_filler(batch_idx):
             place = self.current_epoch, self.global_step, self.trainer.world_size
-            self.note("samples", *place, *numbers.tolist())
-        self.hidden = self.net[:4](inputs)
-        loss = (self.net[4](self.hidden).squeeze(1) - targets).square().mean()
+            self.note("samples", *place, self.own, *numbers.tolist())
+        loss = self.loss(inputs, targets)
         self.log("loss", loss, on_step=False, on_epoch=True, sync_dist=True)
         return loss
+
+    def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        self.hidden = self.net[:4](inputs)
+        return (self.net[4](self.hidden).squeeze(1) - targets).square().mean()
 
     def on_train_batch_end(self, *_: Any) -> None:
         if not self.trainer.fit_loop._should_accumulate():
@@ -197,7 +216,7 @@ class Victims(Callback):
         self.own, self.laid = -1, list[Kill]()
 
     def on_rank_loss(self, trainer: Any, pl_module: Any, lost: Any) -> None:
-        pl_module.note("loss", lost.step, *lost.ranks)
+        pl_module.note("loss", trainer.global_step, lost.step, *lost.ranks)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self.own = trainer.global_rank
@@ -294,7 +313,8 @@ def _data() -> TensorDataset:
 
 def _fit(run: Plan, num_ranks: int, module: Recorder, resume: Path | None = None, **flags: Any) -> None:
     engine = Engine(
-        strategy="ddp_fork:bucket_cap_mb=0.0001",  # a bucket for each parameter
+        # A bucket for each parameter.
+        strategy=f"{run.strategy}_fork:bucket_cap_mb=0.0001" + f",sync_every={SYNC_EVERY}" * (run.strategy != "ddp"),
         devices=num_ranks,
         precision="64-true",
         global_batch_size=BATCH,
@@ -315,7 +335,7 @@ def _fit(run: Plan, num_ranks: int, module: Recorder, resume: Path | None = None
 
 def storm(run: Plan, folder: Path) -> Verdict:
     """Makes a run in which ranks are killed, and judges it."""
-    module, verdict = Recorder(folder), Verdict()
+    module, verdict = Recorder(folder, 0.3 if run.strategy == "ddp" else 0.0), Verdict()
     others = set(psutil.Process().children(recursive=True))  # of the program that calls this
     callbacks: list[Callback] = [Victims(folder, run.kills)]
     if run.saves:
@@ -335,7 +355,11 @@ def storm(run: Plan, folder: Path) -> Verdict:
         return verdict
     verdict.lost, verdict.repeated = _count(lines)
     verdict.recoveries_s = list(_recoveries(lines, kills, run.num_ranks))
-    expected = _resumed(run, lines, folder)
+    if run.strategy == "ddp":
+        expected = _resumed(run, lines, folder)
+    else:
+        expected, verdict.undone = _by_hand(run, lines)
+        verdict.lost -= verdict.undone
     own = dict(module.named_parameters())
     verdict.difference = max((own[name] - p).abs().max().item() for name, p in expected.named_parameters())
     return verdict
@@ -366,7 +390,7 @@ def _count(lines: list[Any]) -> tuple[int, int]:
     for _, step, num_ranks, *_ in batches:
         fewest[step] = min(num_ranks, fewest.get(step, num_ranks))
     trained = [Counter[int]() for _ in range(EPOCHS)]
-    for epoch, step, num_ranks, *numbers in batches:
+    for epoch, step, num_ranks, _, *numbers in batches:
         if num_ranks == fewest[step]:
             trained[epoch].update(numbers)
     return (
@@ -386,7 +410,7 @@ def _recoveries(lines: list[Any], kills: list[float], num_ranks: int) -> Iterato
 def _resumed(run: Plan, lines: list[Any], folder: Path) -> Recorder:
     """Runs that were stopped where ranks were lost, and resumed with those that were left."""
     losses: dict[int, set[int]] = {}
-    for _, step, *ranks in (line for line in lines if line[0] == "loss"):
+    for _, _, step, *ranks in (line for line in lines if line[0] == "loss"):
         losses.setdefault(step, set()).update(ranks)
     ranks, path = list(range(run.num_ranks)), None
     module = Recorder(None)
@@ -399,21 +423,73 @@ def _resumed(run: Plan, lines: list[Any], folder: Path) -> Recorder:
     return module
 
 
+def _by_hand(run: Plan, lines: list[Any]) -> tuple[Recorder, int]:
+    """Local steps and exchanges of the ranks, one after the other; and the samples that a lost rank has left undone."""
+    outer = STRATEGIES[run.strategy]
+    given: dict[tuple[int, int], tuple[int, list[int]]] = {}
+    for _, _, step, num_ranks, own, *numbers in (line for line in lines if line[0] == "samples"):
+        fewest, samples = given.get((own, step), (num_ranks, []))
+        if num_ranks <= fewest:  # of a step that was made again, the last time counts
+            given[own, step] = num_ranks, (samples if num_ranks == fewest else []) + numbers
+    lost: dict[int, tuple[int, bool]] = {}
+    for _, num_steps, at, *ranks in (line for line in lines if line[0] == "loss"):
+        lost.update(dict.fromkeys(ranks, (at, num_steps < at)))  # whether in an exchange, which the others repeated
+    modules = [Recorder(None, 0.0).double() for _ in range(run.num_ranks)]
+    made = [module.configure_optimizers() for module in modules]
+    steps, schedules = [one["optimizer"] for one in made], [one["lr_scheduler"]["scheduler"] for one in made]
+    anchor = [p.detach().clone() for p in modules[0].parameters()]
+    outer_step = torch.optim.SGD(anchor, **outer)
+    _, inputs, targets = _data().tensors
+    members, undone = list(range(run.num_ranks)), 0
+    for step in range(1, EPOCHS * STEPS + 1):
+        size = 1 if step % STEPS == 0 else BATCH
+        undone += size - sum(len(given.get((rank, step - 1), (0, []))[1]) for rank in members)
+        for rank in members:
+            _, samples = given.get((rank, step - 1), (0, []))
+            # A filler counts for nothing, and is a step of the optimizer.
+            loss = modules[rank].loss(inputs[samples or [0]], targets[samples or [0]]) * bool(samples)
+            steps[rank].zero_grad()
+            loss.backward()
+            steps[rank].step()
+            schedules[rank].step()
+        if step % SYNC_EVERY == 0:
+            taking_part = [rank for rank in members if lost.get(rank) != (step, True)]
+            _exchange([modules[rank] for rank in taking_part], anchor, outer_step)
+        members = [rank for rank in members if lost.get(rank, (0, False))[0] != step]
+    _exchange([modules[rank] for rank in members], anchor, torch.optim.SGD(anchor, lr=1.0))
+    return modules[members[0]], undone
+
+
+def _exchange(modules: list[Recorder], anchor: list[Tensor], outer_step: torch.optim.SGD) -> None:
+    with torch.no_grad():
+        for value, *own in zip(anchor, *(module.parameters() for module in modules), strict=True):
+            value.grad = sum(value - p for p in own) / len(own)
+        outer_step.step()
+        for module in modules:
+            for value, p in zip(anchor, module.parameters(), strict=True):
+                p.copy_(value)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=list(POINTS), choices=list(POINTS))
+    parser.add_argument("--strategy", default="ddp", choices=list(STRATEGIES))
     parser.add_argument("--kills", type=int, default=100, help="at least so many, of all points together")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     each = -(-options.kills // len(options.only))
-    are_good = [_row(point, each, random.Random(f"{options.seed} {point}")) for point in options.only]
+    of_strategy = "" if options.strategy == "ddp" else f" {options.strategy}"  # other draws
+    are_good = [
+        _row(point, each, random.Random(f"{options.seed} {point}{of_strategy}"), options.strategy)
+        for point in options.only
+    ]
     sys.exit(not all(are_good))
 
 
-def _row(point: str, num_kills: int, draw: random.Random) -> bool:
+def _row(point: str, num_kills: int, draw: random.Random, strategy: str) -> bool:
     verdicts: list[Verdict] = []
     while sum(verdict.num_kills for verdict in verdicts) < num_kills and len(verdicts) < num_kills:
-        run = plan(point, draw)
+        run = plan(point, draw, strategy)
         with tempfile.TemporaryDirectory() as folder:
             verdicts.append(storm(run, Path(folder)))
         if not verdicts[-1].is_good:
@@ -423,6 +499,8 @@ def _row(point: str, num_kills: int, draw: random.Random) -> bool:
     sums = [sum(getattr(v, name) for v in verdicts) for name in ("num_kills", "lost", "repeated")]
     counts = [*sums, sum(bool(v.ended) for v in verdicts), sum(v.is_hung for v in verdicts)]
     counts.append(sum(v.difference > SAME for v in verdicts))
+    if strategy != "ddp":
+        counts.append(sum(v.undone for v in verdicts))
     cells = [point, len(verdicts), *counts, f"{max(v.difference for v in verdicts):.0e}", median, largest]
     print("|", " | ".join(map(str, cells)), "|", flush=True)
     return all(verdict.is_good for verdict in verdicts)
