@@ -4,7 +4,8 @@ Each second, each rank
 1. publishes its position (one `set`), and checks whether a failure is recorded (one `check`);
 2. checks the other ranks, if its own position has not changed for a second. It records a failure if a rank's process
    has ended; if a rank has had no heartbeat for long, while this one waits in a collective (on an accelerator: at any
-   position); or if this rank has been at one position for `timeout_s`.
+   position); or if this rank has been at one position for `timeout_s`. If the run survives losses, the rank at fault
+   ends instead, and the others go on.
 3. If a failure is recorded, every rank prints and publishes its stack. The rank that has recorded it passes the verdict
    (see below). Then all ranks end with exit code 1, so that a launcher restarts them.
 
@@ -17,6 +18,8 @@ debugger.
 """
 
 import itertools
+import os
+import signal
 import threading
 import time
 import traceback
@@ -341,6 +344,8 @@ class Watchdog:
                 self._end(*lost)
                 return
             absent = self._absent(report)
+            if not absent and self._leave_behind(reports, still_s):
+                return
             if absent:
                 message = f"{in_words(absent)} of {self.world_size} did not connect within {still_s:.0f} s"
                 message += meeting_endpoint()
@@ -350,6 +355,30 @@ class Watchdog:
             self._verdict.pass_alone("hang", message, [])
             if launcher_name() is not None:
                 hard_exit()
+
+    def _leave_behind(self, reports: dict[int, dict[str, Any]], still_s: float) -> bool:
+        """Ends the processes of those ranks that the others wait for, if these go on without; returns whether it does.
+
+        A rank ends itself, with its stack; if it does not within a few seconds, another rank ends it.
+        """
+        rank, peers = self.heartbeat.rank, self.peers
+        if peers is None or self._timeout_s is None or not self._strategy.survives_losses:
+            return False
+        present = {other: position for other, position in reports.items() if position["phase"] != LEFT}
+        late = behind(present)
+        if len(present) < self.world_size or len(late) == self.world_size:
+            return False  # who is at fault is not known
+        if rank not in late and still_s < self._longest_s(self._timeout_s, []) + _ANSWER_S:
+            return True
+        words = f"{in_words(late)}: no progress for {still_s:.0f} s, and the others go on without"
+        stacks = _stacks({rank: self.heartbeat.report(with_stack=True)}, [rank] if rank in late else [])
+        print_rank(rank, "\n".join([f"{words}{_where('hang', reports, late)}", *stacks]))
+        for other in late:
+            if other != rank:
+                peers.kill(other)
+        if rank in late:
+            os.kill(os.getpid(), signal.SIGKILL)  # an exit code would end the run
+        return True
 
     def _absent(self, report: dict[str, Any]) -> list[int]:
         """Returns the ranks that are not connected yet, if this rank waits for them."""

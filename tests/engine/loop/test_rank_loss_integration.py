@@ -90,7 +90,7 @@ def data() -> TensorDataset:
 
 def fit(module: LightningModule, devices: int = RANKS, workers: int = 0, resume: Path | None = None, **flags: Any):
     arguments = {"global_batch_size": BATCH, "max_epochs": EPOCHS, "hang_timeout_s": 30, **flags}
-    engine = Engine(strategy="ddp_fork", devices=devices, **{**QUIET, **arguments})
+    engine = Engine(**{"strategy": "ddp_fork", "devices": devices, **QUIET, **arguments})
     order = torch.Generator().manual_seed(5)
     loader = DataLoader(data(), batch_size=2, shuffle=True, generator=order, num_workers=workers)
     engine.fit(module, loader, ckpt_path=resume, weights_only=None if resume is None else False)
@@ -367,6 +367,56 @@ class Stopped(Victim):
 def test_a_rank_that_hangs_meanwhile_is_left_behind():
     engine = fit(Net(), on_rank_loss="continue", callbacks=[Stopped(2, "forward")], hang_timeout_s=6)
     assert engine.global_step == EPOCHS * -(-SIZE // BATCH)
+
+
+class Hangs(Victim):
+    """A rank that no longer does anything: it sleeps, or is stopped."""
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+        if self._is_due(trainer):
+            time.sleep(1000) if self.point == "sleeps" else os.kill(os.getpid(), signal.SIGSTOP)
+
+
+@pytest.mark.parametrize(("victim", "point"), [(1, "sleeps"), (0, "stopped")])
+def test_a_rank_that_hangs_is_lost_to_the_others(tmp_path, capfd, victim, point):
+    killed = Net(0.3)
+    engine = fit(killed, on_rank_loss="continue", callbacks=[Hangs(victim, point)], hang_timeout_s=5)
+    expected = resumed_without(victim, tmp_path / "saved.ckpt", Net(0.3))
+    assert engine.global_step == EPOCHS * -(-SIZE // BATCH)
+    assert largest_difference(weights(killed), weights(expected)) == 0
+    shown = capfd.readouterr().err
+    assert re.search(rf"rank {victim}: no progress for \d+ s, and the others go on without", shown)
+    assert ("time.sleep(1000)" in shown) == (point == "sleeps"), "its stack"
+
+
+class Apart(Net):
+    """Counts the samples of each rank in each step, in files."""
+
+    folder: Path
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[1] = nn.Identity()
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        if not self.trainer.is_filler(batch_idx):
+            (self.folder / f"{self.global_step}-{os.getpid()}-{batch_idx}").write_text(str(len(batch[0])))
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("flag", ["local_sgd_fork:sync_every=3,warmup=9", "diloco_fork:sync_every=5"])
+def test_ranks_that_train_apart_meet_without_the_lost_one(tmp_path, monkeypatch, capfd, flag):
+    monkeypatch.setattr(Apart, "folder", tmp_path, raising=False)
+    module = Apart()
+    engine = fit(module, strategy=flag, on_rank_loss="continue", callbacks=[Victim(1, "optimizer")])
+    assert engine.global_step == EPOCHS * -(-SIZE // BATCH)
+    shown = capfd.readouterr().err
+    assert re.search(r"rank 1 lost after step \d+, 2 left: went on", shown)
+    has_moments = "diloco" in flag  # the loss is in the warm-up of the other
+    assert ("Lost with it are its optimizer's moments" in shown) == has_moments
+    for step in range(10, engine.global_step):  # after the loss, which is at step 7, and the ranks' way to one step
+        size = sum(int(path.read_text()) for path in tmp_path.glob(f"{step}-*"))
+        assert size == (1 if step % 6 == 5 else BATCH), step
 
 
 REFUSED = [
