@@ -352,11 +352,12 @@ class TrainerBase(Trainer):
             self.heartbeat.within("save"),
             self.profiler.profile("save_checkpoint"),  # type: ignore[attr-defined]
             swapped_back(self),
-            consolidated_weights(),
         ):
-            save = functools.partial(
-                checkpoints.save, filepath, weights_only, storage_options, link, kind, in_background
-            )
+
+            def save() -> None:
+                with consolidated_weights():
+                    checkpoints.save(filepath, weights_only, storage_options, link, kind, in_background)
+
             rank_loss = self.fit_loop.epoch_loop.rank_loss  # type: ignore[attr-defined]
             save() if rank_loss is None else rank_loss.repeat(save)
 

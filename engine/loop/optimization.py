@@ -25,6 +25,7 @@ from ..precision.plugins import stepping_together
 from ..reliability.nonfinite import NonFiniteWatch
 from ..strategies import adapt, without_sync
 from ..strategies.step_guard import StepGuard
+from .evidence import Evidence
 from .hooks import Hooks, Shortcuts, Transfer
 from .loss_weighting import LossWeighting
 from .out_of_memory import OutOfMemory
@@ -53,6 +54,8 @@ class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpoc
         self._result: ClosureResult | None = None
         self.step_guard: StepGuard | None = None
         """Leaves out steps that are not finite; None: none is left out."""
+        self.evidence: Evidence | None = None
+        """Keeps what repeats a step that is not finite; None: nothing is kept."""
 
     def __getstate__(self) -> dict[str, Any]:
         # A copied trainer takes part in no run, and methods that a user has replaced may not be pickled.
@@ -68,7 +71,7 @@ class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpoc
         self._shortcuts = None
         if self.step_guard is not None:
             self.step_guard.close()
-            self.step_guard = None
+            self.step_guard = self.evidence = None
 
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Runs one micro-batch, and the optimizer step if it ends a window.
@@ -81,6 +84,9 @@ class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpoc
         # Lightning: _AutomaticOptimization.run and what it calls; from `optimizer_step` on see `Shortcuts`.
         if self.step_guard is not None:
             self.step_guard.begin_micro_batch()
+        if self.evidence is not None:
+            begins_step = batch_idx % self.trainer.accumulate_grad_batches == 0
+            self.evidence.keep(tuple(kwargs.values()), begins_step=begins_step)
         shortcuts = self._shortcuts
         if shortcuts is None or not shortcuts.is_current():  # a callback may replace any method
             shortcuts = self._shortcuts = Shortcuts(self.trainer)
@@ -395,6 +401,9 @@ class ManualOptimization(_ManualOptimization):  # Lightning: _TrainingEpochLoop.
         batch_idx = self.trainer.fit_loop.epoch_loop.batch_idx
         if self._guard is not None:
             self._guard.begin_micro_batch()
+        evidence = self.trainer.fit_loop.epoch_loop.automatic_optimization.evidence  # type: ignore[attr-defined]
+        if evidence is not None:
+            evidence.keep(tuple(kwargs.values()), begins_step=True)
         sizes = self.trainer._data_connector.sizes  # type: ignore[attr-defined]
         if self._loss_weighting.data_size > 1 and sizes.some_are_fillers(batch_idx):
             with beside_fillers(self.trainer, is_filler=sizes.is_filler(batch_idx)):

@@ -4,6 +4,7 @@ import copy
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from time import perf_counter
 from typing import Any, Literal
 
@@ -33,6 +34,7 @@ from ..strategies.averages import end_averages
 from ..strategies.step_guard import StepGuard
 from .averaged_gradients import AveragedGradients
 from .evaluation import EvaluationLoop
+from .evidence import Evidence
 from .first_steps import FirstSteps
 from .garbage import GarbageCollection
 from .hooks import Hooks, Transfer, overridden
@@ -171,6 +173,9 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
                     trainer, self._judged, stays=is_last, reads=reads, largest_norm=watch.largest_norm
                 )
                 trainer._checkpoint_connector.run_state.norms.set()  # type: ignore[attr-defined]
+                if is_last and trainer.snapshots_path is not None:  # type: ignore[attr-defined]
+                    is_plain = not (optimization.runs_own_schedule or trainer.flags["compile"])  # type: ignore[attr-defined]
+                    optimization.evidence = Evidence(trainer, runs_again=is_plain)
             optimization.step_guard.attach()
         if not trainer.lightning_module.automatic_optimization:
             self.manual_optimization.begin_epoch()
@@ -183,7 +188,11 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
                 if isinstance(callback, WeightAveraging):
                     # Lightning: where it looks whether there was a step, after which it counts the weights once more.
                     callback._latest_update_step = trainer.global_step + 1
-        self.automatic_optimization.watch.judge(trainer, flag, trainer.global_step, self.batch_idx)
+        optimization = self.automatic_optimization
+        optimization.watch.judge(trainer, flag, trainer.global_step, self.batch_idx)
+        if isinstance(flag, Tensor) and optimization.evidence is not None and optimization.step_guard is not None:
+            # While the batch is still there, rather than with the next values that are logged.
+            optimization.step_guard.when_left_out(partial(optimization.watch.read, trainer))
 
     def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
         """Steps the schedulers; for those of steps, one that is left out on all ranks was none."""
@@ -194,7 +203,7 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
             if guard.verdict is True:
                 return
             if guard.verdict is not False:
-                guard.undo_if_left_out(self._restore_schedules())
+                guard.when_left_out(self._restore_schedules())
         super().update_lr_schedulers(interval, update_plateau_schedulers)
 
     def _restore_schedules(self) -> Callable[[], None]:

@@ -65,6 +65,7 @@ class NonFiniteWatch:
         self._failure: NonFiniteError | None = None
         self._flags: list[tuple[_Step, Tensor]] = []
         self._num_in_a_row = 0
+        self._evidence = ""
         self.num_skipped = 0
         """The steps of this run that were left out, as far as they were read."""
 
@@ -100,7 +101,7 @@ class NonFiniteWatch:
             self._act(trainer, judged, flag)
 
     def _read_now(self, trainer: Any, step: int) -> None:
-        self._read(trainer)
+        self.read(trainer)
         self._due = step + (trainer.log_every_n_steps or _INTERVAL_STEPS)
 
     def _act(self, trainer: Any, judged: "_Step", flag: float) -> None:
@@ -108,6 +109,8 @@ class NonFiniteWatch:
         rank = round(trainer.world_size - flag) if flag >= 1 else None
         if self.policy == "error":
             if flag >= 1 or (flag > 0 and not is_scaled):  # a scale that is too large is no fault
+                evidence = trainer.fit_loop.epoch_loop.automatic_optimization.evidence
+                self._evidence = "" if evidence is None else evidence.write(judged.step)
                 self._read_scalars(trainer)
                 self._raise(trainer, _GRADIENT, judged.step, _LAST)
             return
@@ -138,7 +141,7 @@ class NonFiniteWatch:
 
     def begin_run(self) -> None:
         """Resets the failure and the counts; called when a run begins."""
-        self._failure, self._num_in_a_row, self.num_skipped = None, 0, 0
+        self._failure, self._num_in_a_row, self.num_skipped, self._evidence = None, 0, 0, ""
 
     def read_before_save(self, trainer: Trainer) -> NonFiniteError | None:
         """Reads the scalars that are kept; returns the error for which the state must not be saved, None without one.
@@ -146,7 +149,7 @@ class NonFiniteWatch:
         Under the policy ``"warn"`` there is none: the run continues, and its state is saved.
         """
         with contextlib.suppress(NonFiniteError):  # kept in `_failure`
-            self._read(trainer)
+            self.read(trainer)
         return self._failure
 
     def begin_epoch(self, trainer: Trainer) -> None:
@@ -157,9 +160,14 @@ class NonFiniteWatch:
 
     def end_epoch(self, trainer: Trainer) -> None:
         """Reads the scalars since the last logging interval."""
-        self._read(trainer)
+        self.read(trainer)
 
-    def _read(self, trainer: Trainer) -> None:
+    def read(self, trainer: Trainer) -> None:
+        """Reads all that is kept.
+
+        Raises:
+            NonFiniteError: the run must end.
+        """
         self._read_scalars(trainer)
         flags, self._flags = self._flags, []
         values = _read_all([flag for _, flag in flags], trainer.strategy.root_device)
@@ -182,7 +190,8 @@ class NonFiniteWatch:
 
     def _raise(self, trainer: Trainer, name: str, step: int, order: int) -> NoReturn:
         first = _earliest({"rank": trainer.global_rank, "step": step, "name": name, "order": order})
-        self._failure = NonFiniteError(_message(trainer, first["name"], first["step"], first["rank"]), first["rank"])
+        message = _message(trainer, first["name"], first["step"], first["rank"])
+        self._failure = NonFiniteError(f"{message}{self._evidence}", first["rank"])
         raise self._failure
 
 

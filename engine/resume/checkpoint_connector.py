@@ -13,7 +13,7 @@ and the strategy's state; and, before the first batch, `run_state.random`.
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -272,7 +272,8 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
         optimization = trainer.fit_loop.epoch_loop.automatic_optimization
         watch = optimization.watch
         if optimization.step_guard is not None:
-            optimization.step_guard.settle()
+            with suppress(NonFiniteError):  # which `read_before_save` returns
+                optimization.step_guard.settle()
         poison = watch.read_before_save(trainer) if trainer.state.fn == TrainerFn.FITTING else None
         taken = ""
         if trainer.is_global_zero:

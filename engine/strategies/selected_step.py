@@ -103,15 +103,15 @@ def _is_count(value: Any) -> bool:
 
 
 class LateFlag:
-    """A flag on its way from the device, and what the host undoes if it turns out to be set.
+    """A flag on its way from the device, and what the host does if it turns out to be set.
 
     Args:
         flag: a 0-d tensor on an accelerator.
     """
 
     def __init__(self, flag: Tensor) -> None:
-        self.undo: list[Callable[[], None]] = []
-        """In the order in which it was done."""
+        self.actions: list[Callable[[], None]] = []
+        """The last one is called first: they undo what was done in their order."""
         try:
             self._value = torch.empty((), pin_memory=True)
         except RuntimeError:  # torch can't pin memory for this kind of device: a copy from there waits
@@ -122,9 +122,9 @@ class LateFlag:
         self._event.record()
 
     def settle(self) -> None:
-        """Waits for the flag, and undoes what it says."""
+        """Waits for the flag, and calls the actions if it is set."""
         if self._event is not None and not self._event.query():
             self._event.synchronize()
         if self._value > 0:
-            for undo in reversed(self.undo):
-                undo()
+            for action in reversed(self.actions):
+                action()

@@ -157,9 +157,9 @@ class StepGuard:
         while self._late:
             self._late.popitem()[1].settle()
 
-    def undo_if_left_out(self, undo: Callable[[], None]) -> None:
+    def when_left_out(self, action: Callable[[], None]) -> None:
         """Has a function called if the last step turns out to be left out, before the next one; see `verdict`."""
-        self._at_flag(self._latest, self.verdict).undo.append(undo)
+        self._at_flag(self._latest, self.verdict).actions.append(action)
 
     def _at_flag(self, first: Optimizer, flag: Any) -> LateFlag:
         if first not in self._late:
@@ -326,7 +326,7 @@ class StepGuard:
             return
         take()
         if (undo := before.select(flag > 0)) is not None:
-            self._at_flag(self._together[0] if self._together else optimizer, flag).undo.append(undo)
+            self._at_flag(self._together[0] if self._together else optimizer, flag).actions.append(undo)
 
     def _restore_buffers(self) -> None:
         if self.verdict is False:

@@ -9,6 +9,7 @@ from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from polyphase.callbacks import Snapshot
 from polyphase.engine import Engine
 from polyphase.engine.reliability.nonfinite import NonFiniteError
 from polyphase.engine.strategies.dp import _merged_logs, _merged_outputs
@@ -238,6 +239,24 @@ def _ends_with_error() -> bool:
         engine.fit(_fused(build("mlp")), DataLoader(TensorDataset(images, classes), batch_size=MICRO_BATCH))
     before, *later = after[1:]
     return len(later) > 1 and all(torch.equal(p, q) for weights in later for p, q in zip(before, weights, strict=True))
+
+
+def _writes(folder: Path) -> list[str]:
+    images, classes = loader("mlp", 1, num_steps=NUM_STEPS + 1).dataset.tensors
+    images[2 * MICRO_BATCH + 1] = torch.nan
+    snapshots = Snapshot(folder / "snapshots")
+    flags = {"accelerator": "sim", "devices": 1, "max_epochs": 1, "log_every_n_steps": 50, "nonfinite": "error"}
+    data = DataLoader(TensorDataset(images, classes), batch_size=MICRO_BATCH)
+    with pytest.raises(NonFiniteError, match=r"the loss was not finite at step 2.* that of net.*has the batch"):
+        Engine(callbacks=[snapshots], **flags, **QUIET).fit(_fused(build("mlp")), data)
+    (path,) = (folder / "nonfinite").iterdir()
+    ((batch, _),) = (one["arguments"] for one in torch.load(path, weights_only=True)["micro_batches"])
+    assert batch[0][1].isnan().all()
+    return [path.name]
+
+
+def test_what_repeats_an_error_is_written_a_step_later_when_the_flag_has_arrived(tmp_path):
+    assert in_a_child(_writes, tmp_path) == ["step=2-rank=0.pt"]
 
 
 def test_until_an_error_is_read_no_step_changes_a_weight():

@@ -14,7 +14,9 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.spawn import ProcessRaisedException
 from torch.utils.data import DataLoader, TensorDataset
 
+from polyphase.callbacks import Snapshot
 from polyphase.engine import Engine
+from polyphase.engine.checkpoint import set_random_state
 from polyphase.engine.reliability import nonfinite
 from polyphase.engine.reliability.nonfinite import NonFiniteError
 from polyphase.engine.strategies import step_guard
@@ -362,6 +364,42 @@ def test_error_ends_before_the_weights_change(strategy, devices, tmp_path, monke
     with pytest.raises((NonFiniteError, ProcessRaisedException), match=message):
         fit(ComparesWeights, strategy, devices, nonfinite="error")
     assert {path.read_text() for path in tmp_path.glob("rank*")} == {"True"}
+
+
+class Divides(nn.Module):
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return values / (torch.rand(()) > 0.2)
+
+
+class Unlucky(MLP):
+    """Some steps divide by zero, as the random numbers of a rank have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.insert(1, Divides())
+
+
+@pytest.mark.parametrize(("strategy", "devices"), [("single", 1), ("ddp", 2), ("fsdp", 2)])
+def test_error_with_snapshots_writes_what_repeats_it(strategy, devices, tmp_path):
+    flags = {"nonfinite": "error", "accumulate_grad_batches": 2, "callbacks": [Snapshot(tmp_path / "snapshots")]}
+    with pytest.raises((NonFiniteError, ProcessRaisedException), match=r"has the batch, the random states") as raised:
+        fit(Unlucky, strategy, devices, has_bad=False, **flags)
+    paths = sorted((tmp_path / "nonfinite").glob("step=*-rank=*.pt"))
+    assert len(paths) == devices
+    assert str(tmp_path / "nonfinite") in str(raised.value)
+    saved = [torch.load(path, weights_only=True) for path in paths]
+    culprits = [one for one in saved if one["module"] is not None]
+    assert {one["module"] for one in culprits} == {"net.1 (Divides)"}
+    for one in culprits:
+        assert len(one["micro_batches"]) == 2
+        module = Unlucky()
+        if strategy != "fsdp":
+            module.load_state_dict(one["weights"])
+        losses = []
+        for batch in one["micro_batches"]:
+            set_random_state(batch["random"])
+            losses.append(module.training_step(*batch["arguments"]))
+        assert not torch.stack(losses).isfinite().all()
 
 
 class Broken(MLP):
