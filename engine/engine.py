@@ -35,7 +35,7 @@ from .initialization import check_shapes, read_stored
 from .loggers.run_names import claim_log_folders, folders_written_to
 from .loop.compile import check_cuda_graphs, compile_mode
 from .loop.install import TrainerBase, defaults_from_environment, install_loops
-from .loop.rank_loss import check_may_lose_ranks, check_run_may_lose_ranks
+from .loop.rank_loss_checks import check_may_lose_ranks, check_run_may_lose_ranks
 from .loop.runs import check_callbacks, check_manual_optimization, quiet, reports_uncaught
 from .precision import FLOAT8
 from .reliability.nonfinite import NonFiniteWatch

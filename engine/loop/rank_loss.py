@@ -16,12 +16,15 @@ A rank that is not left has no way back: it has been killed, or ends when it rea
 Between two steps nothing can be returned to: hooks have been called, on some ranks. So the collectives of all ranks go
 through the store there, where what was written stays: either all ranks have the values of all, or none has, and those
 that are left repeat this one collective. A validation and a save are repeated from their beginning, on all of them or
-on none, by such a collective at their end. A collective that is not the engine's, as of a user's hook, ends the run.
+on none, by such a collective at their end; so is an exchange of ranks that train apart, at the end of a step. A
+collective that is not the engine's, as of a user's hook, ends the run.
+
+Ranks that train apart notice a loss at different steps. Each says at which one it is, before its next step, and goes on
+to the largest of these numbers, where all of this begins.
 
 Blocks in 2 to 4 only. Without a loss, each step copies the module's buffers and random state, and sends nothing.
 """
 
-import inspect
 import logging
 import math
 import os
@@ -29,34 +32,31 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from torch import Tensor
 
 from .._compat.lightning import _DataLoaderIterDataFetcher
-from ..config import EngineConfig
 from ..distributed.agreement import Agreement, LostRankError
 from ..distributed.connections import cut_connections
-from ..distributed.environment import is_elastic, is_in_survivors_folder, set_outlived
+from ..distributed.environment import set_outlived
 from ..distributed.job_store import Fields, JobStore
 from ..distributed.object_group import gather_otherwise
-from ..errors import RefusedError
-from ..loggers.continuation import kind_of
 from ..reliability.failure import is_of_connection, print_rank
 from ..reliability.rendezvous import RankRegistry, current_job, in_words
 from ..strategies import adapt
 from ..strategies.step_guard import StepSnapshot, needs_closure
+from .rank_loss_checks import refusal
 from .step_start import StepStart
 
-__all__ = ["LostRanks", "RankLoss", "RankLossError", "check_may_lose_ranks", "check_run_may_lose_ranks"]
+__all__ = ["LostRanks", "RankLoss", "RankLossError"]
 
 log = logging.getLogger("polyphase.engine")
 
@@ -100,100 +100,6 @@ class LostRanks(NamedTuple):
 
 class RankLossError(RuntimeError):
     """The run can't go on without the lost rank."""
-
-
-# --- what is refused
-
-
-def check_may_lose_ranks(trainer: Any, config: EngineConfig) -> None:
-    """Checks, before any process starts, that training can go on without a rank.
-
-    Raises:
-        ValueError: the flags, or the strategy, can't; the message says why, and what does the same by a restart.
-    """
-    strategy = adapt(trainer.strategy)
-    why_not = _why_not_strategy(trainer, strategy) or _why_not_flags(config, strategy)
-    if why_not is not None:
-        raise ValueError(_refusal(*why_not))
-    strategy.survives_losses = True
-
-
-def _refusal(reason: str, remedy: str) -> str:
-    return (
-        f"on_rank_loss='continue' can't go on in the same processes here: {reason}. {remedy}, or leave the flag out and"
-        " restart the run from its Snapshot with resume='auto'."
-    )
-
-
-_CHOOSE = "Choose strategy 'ddp_spawn' or 'ddp_fork', or start the script by `polyphase launch`"
-
-
-def _why_not_strategy(trainer: Any, strategy: Any) -> tuple[str, str] | None:
-    if trainer.world_size == 1:
-        return "one process has no other to go on with", "Give several devices"
-    if (clause := adapt(trainer.strategy).capabilities.unsupported_rank_loss) is not None:
-        return f"strategy {strategy!r} {clause}", _CHOOSE
-    if trainer.num_nodes > 1:
-        return f"num_nodes={trainer.num_nodes}, and it regroups the ranks of one machine", "Give one node"
-    if is_elastic() and not is_in_survivors_folder():
-        return "torchrun ends all processes when one of them was killed", _CHOOSE
-    if not (strategy.launcher.outlives_ranks or is_elastic()):
-        return (
-            f"the store of the job that strategy {strategy!r} starts, or that SLURM or MPI has started, is in the"
-            " process of rank 0, and would be lost with it",
-            _CHOOSE,
-        )
-    if type(strategy.cluster_environment) is not (TorchElasticEnvironment if is_elastic() else LightningEnvironment):
-        name = type(strategy.cluster_environment).__name__
-        return f"the ranks have the numbers that {name} has given them", "Leave that plugin out"
-    if strategy.root_device.type != "cpu":
-        kind = strategy.root_device.type
-        return f"the communicators of {kind!r} devices were not tried", "Give accelerator='cpu'"
-    return None
-
-
-def _why_not_flags(config: EngineConfig, strategy: Any) -> tuple[str, str] | None:
-    if config.global_batch_size is None:
-        return (
-            "the samples of a step are those of the ranks together, and would be fewer",
-            "Give global_batch_size, which fewer ranks keep",
-        )
-    others = {
-        "micro_batch_size": config.micro_batch_size == "auto",
-        "compression": config.compression != "none",
-        "nonfinite": config.nonfinite in ("error", "skip"),
-        "sync_batchnorm": config.sync_batchnorm,
-        "compile": bool(config.compile),
-        "overfit_batches": bool(config.overfit_batches),
-        "reload_dataloaders_every_n_epochs": bool(config.reload_dataloaders_every_n_epochs),
-    }
-    for name, is_set in others.items():
-        if is_set:
-            value = getattr(config, name)
-            return f"{name}={value!r} keeps a part of a step that a lost rank would take along", f"Leave {name} out"
-    if strategy.averages_buffers and not strategy.capabilities.steps_alone:
-        return "average_buffers=true changes the module after the step was made", "Leave that option out"
-    return None
-
-
-def check_run_may_lose_ranks(module: LightningModule, loggers: Iterable[Any]) -> None:
-    """Checks, before any process starts, that a step of `module` can be made again, and each log gone on with.
-
-    Raises:
-        RefusedError: the module steps, or reads its batches, by itself; or a logger is of a kind that is not known.
-    """
-    for logger in loggers:
-        if (kind := kind_of(logger)) is None or not kind.may_be_taken_over:
-            reason = f"no other process is known to go on in the log of {type(logger).__name__} without rank 0"
-            raise RefusedError(_refusal(reason, "Use TensorBoardLogger or CSVLogger"))
-    if not module.automatic_optimization:
-        raise RefusedError(
-            _refusal("manual optimization may step in the middle of a batch", "Use automatic optimization")
-        )
-    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
-        raise RefusedError(
-            _refusal("`training_step` reads its batches itself, by `dataloader_iter`", "Take batches as its argument")
-        )
 
 
 # --- a run
@@ -253,11 +159,11 @@ class RankLoss:
             return
         trainer = self._trainer
         if trainer._data_connector.sizes.loader is None or isinstance(fetcher, _DataLoaderIterDataFetcher):
-            raise ValueError(_refusal("the training data is not one DataLoader", "Give one DataLoader"))
+            raise ValueError(refusal("the training data is not one DataLoader", "Give one DataLoader"))
         whole = next((o for o in trainer.optimizers if needs_closure(o)), None)
         if whole is not None:
             reason = f"{type(whole).__name__} changes the weights several times within a step"
-            raise ValueError(_refusal(reason, "Choose another optimizer"))
+            raise ValueError(refusal(reason, "Choose another optimizer"))
         job = current_job()
         assert job is not None
         self._me, self._members, self.events = job.rank, list(range(job.num_ranks)), []

@@ -16,6 +16,9 @@ which takes an all-reduce; then each rank continues with its own weights. A chec
 state of each rank: a run of the same layout continues bit for bit, a run of another layout continues from the mean,
 with rank 0's optimizer state. Averages of weights (`averages.py`) are of each rank's weights, and become their mean on
 all ranks: it is the average of the mean, whichever of them each rank goes on from.
+
+If ranks may be lost (`loop/rank_loss.py`), phases 1 and 2 end before phase 3 begins, so that they can be repeated by
+the ranks that are left, and an exchange takes as much memory as the weights once more.
 """
 
 import dataclasses
@@ -226,7 +229,8 @@ class LocalSGD(DDP):
         assert means is not None
 
         def results() -> Generator[Tensor, None, None]:
-            for means.bucket, bucket in enumerate(buckets):
+            for index, bucket in enumerate(buckets):
+                means.bucket = index
                 yield collective(flatten(bucket))
 
         for bucket, result in zip(buckets, self._agreed(results), strict=True):

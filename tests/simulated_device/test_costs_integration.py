@@ -255,6 +255,7 @@ def _writes(folder: Path) -> list[str]:
     return [path.name]
 
 
+@pytest.mark.filterwarnings("ignore:.* is not saved")
 def test_what_repeats_an_error_is_written_a_step_later_when_the_flag_has_arrived(tmp_path):
     assert in_a_child(_writes, tmp_path) == ["step=2-rank=0.pt"]
 

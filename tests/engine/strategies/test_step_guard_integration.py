@@ -379,6 +379,7 @@ class Unlucky(MLP):
         self.net.insert(1, Divides())
 
 
+@pytest.mark.filterwarnings("ignore:.* is not saved")
 @pytest.mark.parametrize(("strategy", "devices"), [("single", 1), ("ddp", 2), ("fsdp", 2)])
 def test_error_with_snapshots_writes_what_repeats_it(strategy, devices, tmp_path):
     flags = {"nonfinite": "error", "accumulate_grad_batches": 2, "callbacks": [Snapshot(tmp_path / "snapshots")]}

@@ -1,0 +1,108 @@
+"""The runs that `on_rank_loss="continue"` refuses before a process starts, each by name and with the remedy."""
+
+import inspect
+from collections.abc import Iterable
+from typing import Any
+
+from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
+from lightning.pytorch import LightningModule
+
+from ..config import EngineConfig
+from ..distributed.environment import is_elastic, is_in_survivors_folder
+from ..errors import RefusedError
+from ..loggers.continuation import kind_of
+from ..strategies import adapt
+
+__all__ = ["check_may_lose_ranks", "check_run_may_lose_ranks", "refusal"]
+
+
+def check_may_lose_ranks(trainer: Any, config: EngineConfig) -> None:
+    """Checks, before any process starts, that training can go on without a rank.
+
+    Raises:
+        ValueError: the flags, or the strategy, can't; the message says why, and what does the same by a restart.
+    """
+    strategy = adapt(trainer.strategy)
+    why_not = _why_not_strategy(trainer, strategy) or _why_not_flags(config, strategy)
+    if why_not is not None:
+        raise ValueError(refusal(*why_not))
+    strategy.survives_losses = True
+
+
+def refusal(reason: str, remedy: str) -> str:
+    """Returns the message for a run that can't go on without a rank."""
+    return (
+        f"on_rank_loss='continue' can't go on in the same processes here: {reason}. {remedy}, or leave the flag out and"
+        " restart the run from its Snapshot with resume='auto'."
+    )
+
+
+_CHOOSE = "Choose strategy 'ddp_spawn' or 'ddp_fork', or start the script by `polyphase launch`"
+
+
+def _why_not_strategy(trainer: Any, strategy: Any) -> tuple[str, str] | None:
+    if trainer.world_size == 1:
+        return "one process has no other to go on with", "Give several devices"
+    if (clause := adapt(trainer.strategy).capabilities.unsupported_rank_loss) is not None:
+        return f"strategy {strategy!r} {clause}", _CHOOSE
+    if trainer.num_nodes > 1:
+        return f"num_nodes={trainer.num_nodes}, and it regroups the ranks of one machine", "Give one node"
+    if is_elastic() and not is_in_survivors_folder():
+        return "torchrun ends all processes when one of them was killed", _CHOOSE
+    if not (strategy.launcher.outlives_ranks or is_elastic()):
+        return (
+            f"the store of the job that strategy {strategy!r} starts, or that SLURM or MPI has started, is in the"
+            " process of rank 0, and would be lost with it",
+            _CHOOSE,
+        )
+    if type(strategy.cluster_environment) is not (TorchElasticEnvironment if is_elastic() else LightningEnvironment):
+        name = type(strategy.cluster_environment).__name__
+        return f"the ranks have the numbers that {name} has given them", "Leave that plugin out"
+    if strategy.root_device.type != "cpu":
+        kind = strategy.root_device.type
+        return f"the communicators of {kind!r} devices were not tried", "Give accelerator='cpu'"
+    return None
+
+
+def _why_not_flags(config: EngineConfig, strategy: Any) -> tuple[str, str] | None:
+    if config.global_batch_size is None:
+        return (
+            "the samples of a step are those of the ranks together, and would be fewer",
+            "Give global_batch_size, which fewer ranks keep",
+        )
+    others = {
+        "micro_batch_size": config.micro_batch_size == "auto",
+        "compression": config.compression != "none",
+        "nonfinite": config.nonfinite in ("error", "skip"),
+        "sync_batchnorm": config.sync_batchnorm,
+        "compile": bool(config.compile),
+        "overfit_batches": bool(config.overfit_batches),
+        "reload_dataloaders_every_n_epochs": bool(config.reload_dataloaders_every_n_epochs),
+    }
+    for name, is_set in others.items():
+        if is_set:
+            value = getattr(config, name)
+            return f"{name}={value!r} keeps a part of a step that a lost rank would take along", f"Leave {name} out"
+    if strategy.averages_buffers and not strategy.capabilities.steps_alone:
+        return "average_buffers=true changes the module after the step was made", "Leave that option out"
+    return None
+
+
+def check_run_may_lose_ranks(module: LightningModule, loggers: Iterable[Any]) -> None:
+    """Checks, before any process starts, that a step of `module` can be made again, and each log gone on with.
+
+    Raises:
+        RefusedError: the module steps, or reads its batches, by itself; or a logger is of a kind that is not known.
+    """
+    for logger in loggers:
+        if (kind := kind_of(logger)) is None or not kind.may_be_taken_over:
+            reason = f"no other process is known to go on in the log of {type(logger).__name__} without rank 0"
+            raise RefusedError(refusal(reason, "Use TensorBoardLogger or CSVLogger"))
+    if not module.automatic_optimization:
+        raise RefusedError(
+            refusal("manual optimization may step in the middle of a batch", "Use automatic optimization")
+        )
+    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
+        raise RefusedError(
+            refusal("`training_step` reads its batches itself, by `dataloader_iter`", "Take batches as its argument")
+        )
