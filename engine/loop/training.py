@@ -172,7 +172,7 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
                 optimization.step_guard = StepGuard(
                     trainer, self._judged, stays=is_last, reads=reads, largest_norm=watch.largest_norm
                 )
-                trainer._checkpoint_connector.run_state.norms.set()  # type: ignore[attr-defined]
+                trainer._checkpoint_connector.run_state.norms.set(optimization.step_guard.norms)  # type: ignore[attr-defined]
                 if is_last and trainer.snapshots_path is not None:  # type: ignore[attr-defined]
                     is_plain = not (optimization.runs_own_schedule or trainer.flags["compile"])  # type: ignore[attr-defined]
                     optimization.evidence = Evidence(trainer, runs_again=is_plain)

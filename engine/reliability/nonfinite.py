@@ -168,11 +168,11 @@ class NonFiniteWatch:
         Raises:
             NonFiniteError: the run must end.
         """
-        self._read_scalars(trainer)
         flags, self._flags = self._flags, []
         values = _read_all([flag for _, flag in flags], trainer.strategy.root_device)
         for (judged, _), value in zip(flags, values, strict=True):
             self._act(trainer, judged, value)
+        self._read_scalars(trainer)
 
     def _read_scalars(self, trainer: Trainer) -> None:
         unread, self._unread = self._unread, []

@@ -15,6 +15,7 @@ Lightning's connector calls the methods of `RunState` in the order of the last c
 
 from typing import Any, Literal
 
+import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
@@ -223,14 +224,10 @@ class _Norms:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._saved: dict[int, list[float]] = {}
-
-    @property
-    def _guard(self) -> Any:
-        return self._trainer.fit_loop.epoch_loop.automatic_optimization.step_guard
+        self._norms: dict[int, Tensor] = {}
 
     def of_rank(self) -> dict[str, Any]:
-        norms = {} if self._guard is None else self._guard.norms()
-        return {"norms": norms} if norms else {}
+        return {"norms": {number: of_one.tolist() for number, of_one in self._norms.items()}} if self._norms else {}
 
     def restore(self, saved: _Saved) -> None:
         """Chooses those that `set` sets: of another layout, rank 0's."""
@@ -238,10 +235,11 @@ class _Norms:
         rank = self._trainer.global_rank if saved["layout"] == layout_of(self._trainer) else 0
         self._saved = ranks[rank].get("norms", {})
 
-    def set(self) -> None:
-        """Sets those of the checkpoint, once."""
-        saved, self._saved = self._saved, {}
-        self._guard.load_norms(saved)
+    def set(self, norms: dict[int, Tensor]) -> None:
+        """Puts those of the checkpoint, once, into `norms`, which a run changes and a checkpoint gets."""
+        saved, self._saved, self._norms = self._saved, {}, norms
+        device = self._trainer.strategy.root_device
+        norms.update({number: torch.tensor(of_one, device=device) for number, of_one in saved.items()})
 
 
 class _RandomState:

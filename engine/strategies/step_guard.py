@@ -68,7 +68,7 @@ class StepGuard:
     ) -> None:
         self._trainer, self._judged, self._reads = trainer, judged, reads
         self._largest_norm = largest_norm
-        self._norms: dict[int, Tensor] = {}
+        self.norms: dict[int, Tensor] = {}
         """By the number of the optimizer: the decaying sum of the norms, that of their weights, and their number."""
         self._late: dict[Optimizer, LateFlag] = {}
         """The flags that the host does not know yet, of the last step of each optimizer."""
@@ -166,15 +166,6 @@ class StepGuard:
             self._late[first] = LateFlag(flag.float())
         return self._late[first]
 
-    def norms(self) -> dict[int, list[float]]:
-        """What is known of the norms of earlier steps, for a checkpoint."""
-        return {number: of_one.tolist() for number, of_one in self._norms.items()}
-
-    def load_norms(self, norms: dict[int, list[float]]) -> None:
-        """Restores what `norms` has returned."""
-        device = self._trainer.strategy.root_device
-        self._norms = {number: torch.tensor(of_one, device=device) for number, of_one in norms.items()}
-
     # --- a step
 
     def judge(self, optimizer: Optimizer | LightningOptimizer, found_inf: Tensor | None = None) -> Tensor:
@@ -258,15 +249,15 @@ class StepGuard:
         return self._trainer.strategy.optimizers.index(self._latest)
 
     def _is_spike(self, norm: Tensor) -> Tensor:
-        sum_, weights, num = self._norms.setdefault(self._of_latest, norm.new_zeros(3))
+        sum_, weights, num = self.norms.setdefault(self._of_latest, norm.new_zeros(3))
         # Where the mean is zero so far, as under frozen layers, nothing can be said.
         return (num >= _FIRST_NORMS) & (sum_ > 0) & (norm * weights > self._largest_norm * sum_)
 
     def _note_norm(self, norm: Tensor, is_left_out: Tensor) -> None:
-        before, one = self._norms[self._of_latest], torch.ones_like(norm)
+        before, one = self.norms[self._of_latest], torch.ones_like(norm)
         sum_, weights, num = before
         now = [_MEMORY * sum_ + (1 - _MEMORY) * norm, _MEMORY * weights + (1 - _MEMORY), num + one]
-        self._norms[self._of_latest] = torch.where(is_left_out, before, torch.stack(now))
+        self.norms[self._of_latest] = torch.where(is_left_out, before, torch.stack(now))
 
     def _needs_no_host(self, optimizer: Optimizer, flag: Tensor) -> bool:
         """Whether the device alone can leave out the step of an optimizer."""
