@@ -97,9 +97,7 @@ class Evidence:
             with torch.no_grad():
                 for arguments, random in step.micro_batches:
                     set_random_state(random)
-                    trainer.strategy.training_step(*arguments)
-                    if culprits:
-                        break
+                    trainer.strategy.training_step(*arguments)  # of all, for which other ranks may wait
         finally:
             for hook in hooks:
                 hook.remove()
