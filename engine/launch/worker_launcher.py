@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.multiprocessing as mp
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.accelerators import CUDAAccelerator
+from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.strategies.launchers import multiprocessing as launchers
 from lightning.pytorch.trainer.states import TrainerFn
@@ -249,6 +250,8 @@ class WorkerLauncher(_MultiProcessingLauncher):
     _is_stopping = False
     _needs_one_thread = False
     """Whether forks must compute with one thread, because this process has computed with several."""
+    _callbacks: "dict[str, _Stored]"
+    """States of the callbacks at the end of training, by their keys."""
     _engine_state: "_Stored | None" = None
     """The engine's own state at the end of training, in the worker that returns the results."""
     outlives_ranks = True
@@ -399,6 +402,7 @@ class WorkerLauncher(_MultiProcessingLauncher):
     def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> Any:
         state = trainer._checkpoint_connector.state_for_parent()  # type: ignore[attr-defined]
         self._engine_state = None if state is None or self._strategy.local_rank else _Stored(state)
+        self._callbacks = _states_of_callbacks(trainer)
         if trainer.state.fn == TrainerFn.PREDICTING and results is not None and self._strategy.local_rank == 0:
             results = _Stored(results)
         state_dict = self._strategy.lightning_module_state_dict()
@@ -430,13 +434,11 @@ class WorkerLauncher(_MultiProcessingLauncher):
     def get_extra_results(self, trainer: Trainer) -> dict[str, Any]:
         """Returns, in a worker, what the parent takes over; Lightning's are only the metrics of callbacks."""
         progress = {name: tracker.state_dict() for name, tracker in _progress(trainer).items()}
-        score = getattr(trainer.checkpoint_callback, "best_model_score", None)
-        score = None if score is None else float(score)
         return {
             **super().get_extra_results(trainer),
             "progress": progress,
             "num_logged_steps": trainer.fit_loop.epoch_loop._batches_that_stepped,
-            "best_model_score": score,
+            "callbacks": self._callbacks,
             "engine_state": self._engine_state,
             "logged_metrics": _Stored(apply_to_collection(trainer.logged_metrics, Tensor, Tensor.cpu)),
             "progress_bar_metrics": trainer.progress_bar_metrics,
@@ -457,8 +459,43 @@ class WorkerLauncher(_MultiProcessingLauncher):
         trainer.fit_loop.epoch_loop._batches_that_stepped = extra["num_logged_steps"]
         if extra["engine_state"] is not None:
             trainer._checkpoint_connector.state_of_workers = extra["engine_state"].take()  # type: ignore[attr-defined]
-        if extra["best_model_score"] is not None:
-            trainer.checkpoint_callback.best_model_score = torch.tensor(extra["best_model_score"])  # type: ignore[union-attr]
+        _take_over(trainer, extra["callbacks"])
+
+
+def _states_of_callbacks(trainer: Trainer) -> dict[str, _Stored]:
+    """Stores what callbacks declare as their state, in a worker; all ranks call it, for a callback may gather."""
+    states = {}
+    for callback in trainer.callbacks if trainer.state.fn == TrainerFn.FITTING else ():
+        if isinstance(callback, StochasticWeightAveraging):
+            continue  # its average belongs to the run, and is the module's weights by now
+        with _naming_state_of(callback):
+            state = apply_to_collection(callback.state_dict(), Tensor, Tensor.cpu)
+            if state and trainer.strategy.local_rank == 0:
+                states[callback.state_key] = _Stored(state)
+    return states
+
+
+def _take_over(trainer: Trainer, states: dict[str, _Stored]) -> None:
+    """Gives callbacks the state that they have in the workers, as if they had been in this process."""
+    for callback in trainer.callbacks:
+        if callback.state_key in states:
+            with _naming_state_of(callback):
+                state = states[callback.state_key].take()
+                if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
+                    callback.dirpath = state["dirpath"]  # Lightning: else it does not take over the rest
+                callback.load_state_dict(state)
+
+
+@contextmanager
+def _naming_state_of(callback: Callback) -> Iterator[None]:
+    """Turns an error of the user's `state_dict` or `load_state_dict` after a run, which is good, into a warning."""
+    try:
+        yield
+    except Exception as error:
+        rank_zero_warn(
+            f"The state of {type(callback).__name__} stays in the worker, since it can't be moved to this process:"
+            f" {type(error).__name__}: {error}."
+        )
 
 
 def _finish_experiments(trainer: Trainer | None) -> None:

@@ -61,7 +61,13 @@ from ..initialization import check_stored, has_meta_tensors, materialize, read_s
 from ..loggers.continuation import LogContinuation
 from ..reliability.nonfinite import NonFiniteError
 from ..strategies import adapt
-from ..strategies.averages import begin_averages, follow_until_first_update, has_own_schedule, module_states
+from ..strategies.averages import (
+    begin_averages,
+    follow_until_first_update,
+    forget_averages,
+    has_own_schedule,
+    module_states,
+)
 from ..version import __version__
 from .restored_state import wrong_in_callbacks, wrong_in_optimizer, wrong_in_scheduler
 from .run_history import AUTO, FRESH, RunHistory, Seen, check_may_start_afresh, forget_others, others_of
@@ -355,6 +361,8 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
         """Checks all files of a checkpoint and opens it; does not change the module yet."""
         self.saver.finish()
         is_fit = self.trainer.state.fn == TrainerFn.FITTING
+        if not is_fit:
+            forget_averages(self.trainer)
         seen = self.history.look() if is_fit else None
         is_same = False
         if seen is not None and checkpoint_path in (AUTO, FRESH):

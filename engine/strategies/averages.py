@@ -25,6 +25,7 @@ __all__ = [
     "begin_averages",
     "end_averages",
     "follow_until_first_update",
+    "forget_averages",
     "has_own_schedule",
     "module_states",
     "resume_schedules",
@@ -149,6 +150,16 @@ def begin_averages(trainer: Any) -> None:
             )
         if isinstance(callback, WeightAveraging):
             vars(callback)["_swap_models"] = _Swap(callback)
+
+
+def forget_averages(trainer: Any) -> None:
+    """Called as a run begins that is no fit: drops the average of an earlier fit, or of weights that are not trained.
+
+    Lightning's callbacks would evaluate it in the place of a checkpoint's weights, or of another module's.
+    """
+    for callback in trainer.callbacks:
+        if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
+            callback._average_model = None
 
 
 def end_averages(trainer: Any) -> None:

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import BaseFinetuning
 from torch import Tensor, optim
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -97,7 +98,9 @@ def whole_in_hooks(trainer: Trainer) -> Callable[[], None]:
         base = LightningModule if isinstance(owner, LightningModule) else Callback
         for name in dir(base):
             is_hook = name.startswith("on_") and "transfer" not in name and "checkpoint" not in name
-            if is_hook and _is_users(getattr(getattr(owner, name), "__func__", getattr(owner, name))):
+            # The hooks of BaseFinetuning, which compare parameters, call the user's `finetune_function`.
+            hook = getattr(getattr(owner, name), "__func__", getattr(owner, name))
+            if is_hook and (_is_users(hook) or hook is BaseFinetuning.on_train_epoch_start):
                 wrapped.append((owner, name, vars(owner).get(name)))
                 setattr(owner, name, functools.partial(_call_whole, owner, name, vars(owner).get(name)))
 
@@ -166,6 +169,8 @@ class _AsWhole(TorchDispatchMode):
         draws = torch.Tag.nondeterministic_seeded in operator.tags
         if draws and any(isinstance(leaf, DTensor) for leaf in tree_leaves((args, kwargs))):
             return _on_whole(operator, args, kwargs, draws=True)
+        if operator is torch.ops.aten.equal.default:  # torch would first split both alike, which other shapes can't be
+            return args[0].shape == args[1].shape and _on_whole(operator, args, kwargs)
         if operator is _CAST and isinstance(args[0], DTensor) and _rounds(args[0], kwargs.get("dtype")):
             args = (_gathered(args[0]), *args[1:])
         elif operator._schema.name.endswith("_"):

@@ -363,7 +363,12 @@ def _compute(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     if not _is_computed((args, kwargs)):
         if name == "detach" and _makes_parameter():
             raise CutError(_why(name, args, kwargs))
-        return func(*args, **kwargs) if name not in MOVES else moved(args, kwargs)
+        if name in MOVES:
+            return moved(args, kwargs)
+        try:
+            return func(*args, **kwargs)
+        except NotImplementedError as error:  # a library compares values, say
+            raise CutError(_why(name, args, kwargs)) from error
     frame = next(frame for frame in _frames() if not _dispatches(frame))
     # In backward, as in a backward hook of a module, the result would be mixed with gradients of this stage.
     in_backward = torch._C._current_graph_task_id() != -1

@@ -1,8 +1,10 @@
 """Refusals of modules, flags and loaders that can't be trained in pipeline stages, each with its remedy."""
 
+from collections.abc import Sequence
 from typing import Any
 
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import BackboneFinetuning
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.nn.modules import module as modules
@@ -88,8 +90,10 @@ def check_hooks(module: nn.Module, plan: StagePlan) -> None:
                 )
 
 
-def check_flags(options: PPOptions, precision_plugin: Any, *, syncs_batchnorm: bool, compiles: bool) -> None:
-    """Checks the flags of a run.
+def check_flags(
+    options: PPOptions, precision_plugin: Any, callbacks: Sequence[Callback], *, syncs_batchnorm: bool, compiles: bool
+) -> None:
+    """Checks the flags of a run, and its callbacks.
 
     Raises:
         ValueError: a flag can't be honoured in stages.
@@ -103,6 +107,12 @@ def check_flags(options: PPOptions, precision_plugin: Any, *, syncs_batchnorm: b
         raise ValueError(
             f"{type(precision_plugin).__name__}, a precision plugin of your own, can't clip gradients that are"
             " spread over pipeline stages: name the precision by its flag."
+        )
+    if any(isinstance(callback, BackboneFinetuning) for callback in callbacks):
+        raise ValueError(
+            "BackboneFinetuning compares the parameters that it unfreezes with all others, and a pipeline stage has"
+            " only its own: give all parameters to the optimizer, and set requires_grad in a callback of your own; or choose"
+            " another strategy, such as 'fsdp'."
         )
     if compiles and options.schedule == "zero-bubble":
         raise ValueError(

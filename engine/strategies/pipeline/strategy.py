@@ -172,6 +172,7 @@ class Pipeline(MeshStrategy):
         check_flags(
             self.options,
             self.precision_plugin,
+            callbacks,
             syncs_batchnorm=self._layer_sync is not None,
             compiles=compiles,
         )

@@ -43,6 +43,8 @@ class Counting(MLP):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("loss", self.training_step(batch, batch_idx) + self.seen.sum(), sync_dist=True)
 
+    test_step = validation_step
+
 
 def build() -> Counting:
     torch.manual_seed(1)
@@ -296,6 +298,22 @@ def test_weights_whose_average_has_not_begun_stay_as_they_are():
     module, _ = fit("single", 1, [swa], max_epochs=-1, max_steps=STEPS)
     without, _ = fit("single", 1, [], max_epochs=-1, max_steps=STEPS)
     assert largest_difference(module.state_dict(), without.state_dict()) == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*loading a checkpoint outside the 'fit' stage")
+@pytest.mark.parametrize(
+    ("flag", "kind"),
+    [("single", "EMA"), ("single", "SWA"), ("fsdp", "SWA"), ("tp", "SWA"), ("pp:microbatches=4", "SWA")],
+)
+def test_the_average_of_a_fit_is_not_evaluated_in_the_place_of_other_weights(flag, kind, tmp_path):
+    """Lightning's validates it for each checkpoint and each module, and can't test what a strategy has split."""
+    early, loader = tmp_path / "early.ckpt", DataLoader(EVALUATED, BATCH)
+    _, engine = fit(flag, STRATEGIES[flag], [KINDS[kind].make(), SavesIn("on_train_epoch_end", 1, early)])
+    fresh = Engine(accelerator="cpu", callbacks=[KINDS[kind].make()], **QUIET)
+    for module, path in ((build(), early), (Counting(), None)):
+        (plain,) = fresh.validate(module, loader, path, verbose=False)
+        assert engine.validate(module, loader, path, verbose=False) == [pytest.approx(plain, rel=1e-5)]
+        assert engine.test(module, loader, path, verbose=False) == [pytest.approx(plain, rel=1e-5)]
 
 
 class MadeLater(Counting):

@@ -2,10 +2,13 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from torch.multiprocessing.spawn import ProcessRaisedException
 
 from tests.distributed import ROOT
 from tests.engine.parity import largest_difference
@@ -31,6 +34,61 @@ def test_a_checkpoint_that_the_first_process_saves_after_fit_goes_on(strategy, t
     trained(strategy, Regression(), 1)
     resumed = trained(strategy, Regression(), 2, ckpt_path="saved.ckpt")
     assert largest_difference(resumed.state_dict(), whole.state_dict()) <= 1e-6
+
+
+class Counts(Callback):
+    """Has a state of its own, and what is none: the metrics that it has seen."""
+
+    def __init__(self) -> None:
+        self.num_epochs, self.seen = 0, []
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        self.num_epochs += 1
+
+    def state_dict(self):
+        return {"num_epochs": self.num_epochs, "far": torch.ones(2)}
+
+    def load_state_dict(self, state_dict):
+        self.num_epochs = state_dict["num_epochs"]
+
+
+class Unpicklable(Counts):
+    def state_dict(self):
+        return {"function": lambda: None}
+
+
+class Logs(Regression):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("step", float(self.trainer.global_step))
+        return loss
+
+
+def callbacks_after_fit(strategy: str, folder: Path) -> tuple[object, ...]:
+    best, stop, own = ModelCheckpoint(monitor="step", save_top_k=2), EarlyStopping("step", patience=2), Counts()
+    trainer = engine(
+        strategy=strategy,
+        devices=1 if strategy == "single" else 2,
+        max_epochs=9,
+        callbacks=[best, stop, own],
+        enable_checkpointing=True,
+        default_root_dir=folder,
+    )
+    trainer.fit(Logs(), rows(batch_size=8 if strategy == "single" else 4))
+    files = sorted(Path(path).relative_to(folder) for path in best.best_k_models)
+    return stop.stopped_epoch, stop.wait_count, own.num_epochs, float(best.best_model_score), files
+
+
+@pytest.mark.parametrize("strategy", FORKED)
+def test_callbacks_have_the_state_that_they_have_in_one_process(strategy, tmp_path):
+    assert callbacks_after_fit(strategy, tmp_path / "two") == callbacks_after_fit("single", tmp_path / "one")
+
+
+def test_a_state_that_can_not_leave_a_worker_is_named_after_the_run():
+    trainer = engine(strategy="ddp_fork", devices=2, max_epochs=1, callbacks=[Unpicklable()])
+    # A warning, which is an error in these tests.
+    with pytest.raises(ProcessRaisedException, match="UserWarning: The state of Unpicklable stays in the worker"):
+        trainer.fit(Regression(), rows(batch_size=4))
 
 
 class Grows(Regression):

@@ -4,9 +4,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import BackboneFinetuning
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from polyphase.engine.errors import RefusedError
+
+from ..parity import largest_difference
 from ..tiny import engine
 
 NUM_BATCHES, SIZE = 12, 4
@@ -118,3 +122,38 @@ def test_what_is_unfrozen_within_a_window_is_averaged(strategy, kind, factor):
         torch.testing.assert_close(
             value, expected[name], atol=1e-6, rtol=0, msg=lambda text, name=name: f"{name}: {text}"
         )
+
+
+class Pretrained(LightningModule):
+    """A backbone of repeated blocks, which tensor parallelism splits, and a head."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        blocks = (nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3)) for _ in range(2))
+        self.backbone, self.head = nn.Sequential(*blocks), nn.Linear(3, 2)
+
+    def training_step(self, batch, batch_idx):
+        return nn.functional.cross_entropy(self.head(self.backbone(batch[0])), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.2, momentum=0.9)
+
+
+def finetuned(strategy: str) -> dict[str, torch.Tensor]:
+    module, devices = Pretrained(), 1 if strategy == "single" else 2
+    unfreezes = BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_lr=0.1, verbose=False)
+    trainer = engine(strategy=strategy, devices=devices, max_epochs=3, callbacks=[unfreezes])
+    trainer.fit(module, DataLoader(TensorDataset(*data()), batch_size=SIZE // trainer.data_size))
+    return module.state_dict()
+
+
+@pytest.mark.parametrize("strategy", ["ddp_fork", "fsdp_fork", "tp_fork", "zero1_fork"])
+def test_a_backbone_is_added_to_the_optimizer_as_in_one_process(strategy):
+    """Lightning compares parameters by value, also those that are split with those that are not."""
+    assert largest_difference(finetuned(strategy), finetuned("single")) <= 1e-6
+
+
+def test_a_pipeline_refuses_it_before_a_process_starts():
+    with pytest.raises(RefusedError, match="BackboneFinetuning compares the parameters that it unfreezes"):
+        finetuned("pp_fork:microbatches=2")
