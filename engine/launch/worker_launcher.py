@@ -462,7 +462,7 @@ class WorkerLauncher(_MultiProcessingLauncher):
         _take_over(trainer, extra["callbacks"])
 
 
-def _states_of_callbacks(trainer: Trainer) -> dict[str, _Stored]:
+def _states_of_callbacks(trainer: Any) -> dict[str, _Stored]:
     """Stores what callbacks declare as their state, in a worker; all ranks call it, for a callback may gather."""
     states = {}
     for callback in trainer.callbacks if trainer.state.fn == TrainerFn.FITTING else ():
@@ -475,7 +475,7 @@ def _states_of_callbacks(trainer: Trainer) -> dict[str, _Stored]:
     return states
 
 
-def _take_over(trainer: Trainer, states: dict[str, _Stored]) -> None:
+def _take_over(trainer: Any, states: dict[str, _Stored]) -> None:
     """Gives callbacks the state that they have in the workers, as if they had been in this process."""
     for callback in trainer.callbacks:
         if callback.state_key in states:

@@ -111,8 +111,8 @@ def check_flags(
     if any(isinstance(callback, BackboneFinetuning) for callback in callbacks):
         raise ValueError(
             "BackboneFinetuning compares the parameters that it unfreezes with all others, and a pipeline stage has"
-            " only its own: give all parameters to the optimizer, and set requires_grad in a callback of your own; or choose"
-            " another strategy, such as 'fsdp'."
+            " only its own: give all parameters to the optimizer, and set requires_grad in a callback of your own; or"
+            " choose another strategy, such as 'fsdp'."
         )
     if compiles and options.schedule == "zero-bubble":
         raise ValueError(
