@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 # Lightning: the private launcher that its own DDPStrategy uses.
@@ -25,13 +24,11 @@ from ..distributed.environment import (
     reserve_port,
     started_by_hand,
 )
-from ..flags import LAUNCHERS
 from ..reliability.failure import print_rank, watch_parent
 from ..reliability.hard_exit import END_TIMEOUT_S, await_ranks, end_tree, hard_exit, started_ranks
 from ..reliability.rendezvous import current_job, in_words, wait_for_ends
-from .worker_launcher import WorkerLauncher
 
-__all__ = ["RefusedLaunchError", "end_group_at_exit", "make_launcher"]
+__all__ = ["RefusedLaunchError", "ScriptLauncher", "end_group_at_exit"]
 
 
 def end_group_at_exit() -> None:
@@ -47,24 +44,6 @@ def _end_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
         gc.collect()  # FSDP leaves reference cycles with finished collectives; freed later, they cause a SIGABRT
-
-
-def make_launcher(strategy: Any, suffix: str, environment: Any, num_processes: int, num_nodes: int) -> Any:
-    """Creates the launcher for a flag's suffix.
-
-    Raises:
-        ValueError: this platform can't start processes in that way.
-    """
-    start_method = LAUNCHERS[suffix]
-    # Under torchrun or SLURM the processes exist already: they run the same script with the same suffix.
-    if start_method == "popen" or environment.creates_processes_externally:
-        return _ScriptLauncher(strategy, environment, num_processes, num_nodes)
-    if start_method not in mp.get_all_start_methods():
-        raise ValueError(
-            f"strategy {strategy!r}: process forking is not supported on this platform; choose the suffix _spawn, or"
-            " none."
-        )
-    return WorkerLauncher(strategy, start_method=start_method)
 
 
 # --- the default launcher: rank 0 is the user's process, and runs its own command again for each other rank
@@ -96,7 +75,7 @@ class RefusedLaunchError(ValueError, MisconfigurationException):
     """The processes can't be started in this way; also a MisconfigurationException, as in Lightning's launchers."""
 
 
-class _ScriptLauncher(_SubprocessScriptLauncher):
+class ScriptLauncher(_SubprocessScriptLauncher):
     """Starts the ranks as Lightning does; rank 0's process is the last to end.
 
     The job's store is in that process, and its exit code is the only one that the user's shell sees.

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
@@ -33,8 +34,9 @@ from ..distributed.environment import (
 )
 from ..distributed.fillers import leave_out_fillers
 from ..distributed.object_group import WORLD, ObjectGroup
-from ..flags import Layout
-from ..launch.process_launchers import end_group_at_exit, make_launcher
+from ..flags import LAUNCHERS, Layout
+from ..launch.process_launchers import ScriptLauncher, end_group_at_exit
+from ..launch.worker_launcher import WorkerLauncher
 from ..reliability.rendezvous import connect, name_of_start, open_store, reach, wait_for_all
 from .compressing import CommHookMixin
 from .parameter_hooks import ParameterHooks
@@ -469,8 +471,18 @@ class DistributedStrategy(EngineStrategy):
     def _configure_launcher(self) -> None:  # Lightning: Strategy._configure_launcher, called by its constructor
         num_processes, num_nodes = self.num_processes, self.num_nodes  # type: ignore[attr-defined]
         self.layout = self.derive_layout(num_processes * num_nodes)
-        environment = self.cluster_environment
-        self._launcher: Any = make_launcher(self, self.launcher_suffix, environment, num_processes, num_nodes)
+        environment, start_method = self.cluster_environment, LAUNCHERS[self.launcher_suffix]
+        strategy: Any = self
+        # Under torchrun or SLURM the processes exist already: they run the same script with the same suffix.
+        if start_method == "popen" or environment.creates_processes_externally:
+            strategy._launcher = ScriptLauncher(strategy, environment, num_processes, num_nodes)
+        elif start_method in mp.get_all_start_methods():
+            strategy._launcher = WorkerLauncher(strategy, start_method=start_method)
+        else:
+            raise ValueError(
+                f"strategy {self!r}: process forking is not supported on this platform; choose the suffix _spawn, or"
+                " none."
+            )
 
 
 def check_dense_gradients(model: nn.Module, flag: str) -> None:
