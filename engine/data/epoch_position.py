@@ -196,8 +196,7 @@ class WatchedLoaders(CombinedLoader):
 
     def reset(self) -> None:
         """Called at the end of a run: turns this into a plain `CombinedLoader` again."""
-        for loader in self._flattened:
-            end_workers(loader)
+        end_workers(self._flattened)
         super().reset()
         self.__class__ = CombinedLoader  # type: ignore[assignment]
         del self.watched

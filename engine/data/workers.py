@@ -11,7 +11,7 @@ is treated in the same way if its data has no state of its own.
 import functools
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -49,16 +49,18 @@ def has_workers(loader: Any) -> bool:
     return type(loader)._get_iterator in supported
 
 
-def end_workers(loader: Any) -> None:
-    """Ends a loader's workers at the end of a run, or when another loader replaces it.
+def end_workers(loaders: Iterable[Any], kept: Iterable[Any] = ()) -> None:
+    """Ends the workers of loaders at the end of a run, or when other loaders replace them; `kept` are still read.
 
     Lightning does so at the end of a run, for torch's loader; of torchdata's it drops the iterator alone. The garbage
     collector would end the workers later, at any moment, after their queues: it would wait for 5 s per worker.
     """
-    iterator = getattr(loader, "_iterator", None)
-    if isinstance(iterator, _TakesStates):
-        iterator._shutdown_workers()
-        loader._iterator = None
+    still_read = set(map(id, kept))
+    for loader in loaders:
+        iterator = getattr(loader, "_iterator", None)
+        if isinstance(iterator, _TakesStates) and id(loader) not in still_read:
+            iterator._shutdown_workers()
+            loader._iterator = None
 
 
 class Workers:

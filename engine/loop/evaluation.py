@@ -18,7 +18,7 @@ from ..strategies.averages import follow_until_first_update
 from .hooks import Hooks, Transfer
 from .log import attach_log, detach_log
 from .padding_batch import EvalPadding, beside_fillers, run_padding_batch
-from .runs import hide_tree_warnings
+from .runs import allows_empty_data, hide_tree_warnings
 
 __all__ = ["EvaluationLoop", "PredictionLoop"]
 
@@ -141,11 +141,7 @@ class EvaluationLoop(_EvaluationLoop):  # Lightning: Trainer.validate_loop, .tes
         connector: Any = self.trainer._logger_connector
         connector.padding = self._padding
         # A user's loader may be empty on some ranks, where Lightning then skips it.
-        module, datamodule = self.trainer.lightning_module, self.trainer.datamodule  # type: ignore[attr-defined]
-        some_may_skip = any(
-            getattr(owner, "allow_zero_length_dataloader_with_multiple_devices", False)
-            for owner in (module, datamodule)
-        )
+        some_may_skip = allows_empty_data(self.trainer)
         connector.all_ranks_reach_end = padding.are_even or (self.num_dataloaders == 1 and not some_may_skip)
         in_training = self.trainer.state.fn == TrainerFn.FITTING
         self._can_stop_together = in_training and all(isinstance(n, int) for n in self.trainer.num_val_batches)

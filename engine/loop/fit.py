@@ -14,7 +14,7 @@ from ..data.exhausted import ends_with_data
 from ..data.stateful import starts_iterator
 from ..data.workers import end_workers
 from ..strategies.averages import follow_until_first_update, resume_schedules
-from .runs import hide_tree_warnings, why_empty
+from .runs import allows_empty_data, hide_tree_warnings, why_empty
 
 __all__ = ["FitLoop", "NothingTrainedError"]
 
@@ -83,23 +83,23 @@ class FitLoop(_FitLoop):
         with hide_tree_warnings():
             super().setup_data()
         trainer: Any = self.trainer
-        if not is_first and self._combined_loader is not None:
-            for loader in former:
-                if all(loader is not other for other in self._combined_loader.flattened):
-                    end_workers(loader)
-            for loader in self._combined_loader.flattened:  # Lightning sets the epoch of all other samplers next
-                tell_batch_sampler(loader, trainer._data_connector.data_position.epoch)
         if is_first:
             self._restore_reload_epoch()
-        if not is_first or self.max_batches != 0 or trainer.limit_train_batches == 0 or self._allows_empty_data():
-            return
-        if trainer.state.status != TrainerStatus.RUNNING:  # the user has called it; Lightning has warned
-            return
+            is_empty = self.max_batches == 0 and trainer.limit_train_batches != 0
+            # Outside of a run the user has called it, and Lightning has warned.
+            if is_empty and trainer.state.status == TrainerStatus.RUNNING and not allows_empty_data(trainer):
+                raise self._nothing_to_train_on()
+        elif self._combined_loader is not None:
+            end_workers(former, kept=self._combined_loader.flattened)
+            for loader in self._combined_loader.flattened:  # Lightning sets the epoch of all other samplers next
+                tell_batch_sampler(loader, trainer._data_connector.data_position.epoch)
+
+    def _nothing_to_train_on(self) -> NothingTrainedError:
         loaders = self._combined_loader.flattened if self._combined_loader is not None else []
-        reasons = [reason for loader in loaders if (reason := why_empty(loader, trainer.world_size))]
-        raise NothingTrainedError(
-            f"fit has nothing to train on: {reasons[0] if reasons else _describe_no_batches(loaders)}."
-        )
+        names = ", ".join(type(getattr(loader, "dataset", loader)).__name__ for loader in loaders)
+        reasons = [reason for loader in loaders if (reason := why_empty(loader, self.trainer.world_size))]
+        reason = next(iter(reasons), f"the training data ({names or 'no loader'}) yielded no batch")
+        return NothingTrainedError(f"fit has nothing to train on: {reason}.")
 
     @property
     def needs_new_loaders(self) -> bool:
@@ -143,10 +143,6 @@ class FitLoop(_FitLoop):
             self._data_fetcher = None  # Lightning: _DataFetcher.teardown asks for the length, which needs an iterator
         super().teardown()
 
-    def _allows_empty_data(self) -> bool:
-        owners = (self.trainer.lightning_module, self.trainer.datamodule)  # type: ignore[attr-defined]
-        return any(getattr(owner, "allow_zero_length_dataloader_with_multiple_devices", False) for owner in owners)
-
     @ends_with_data
     def on_advance_start(self) -> None:
         """Begins an epoch."""
@@ -164,10 +160,8 @@ class FitLoop(_FitLoop):
         has_more = progress.current.ready < self.max_batches and not progress.is_last_batch
         self.is_cut_short = has_more and self._data_fetcher is not None and not self._data_fetcher.done
         if progress.total.ready == 0 and self._data_fetcher is not None and self._data_fetcher.done:
-            if not self._allows_empty_data() and not trainer.should_stop:
-                raise NothingTrainedError(
-                    f"fit has nothing to train on: {_describe_no_batches(self._combined_loader.flattened)}."  # type: ignore[union-attr]
-                )
+            if not allows_empty_data(trainer) and not trainer.should_stop:
+                raise self._nothing_to_train_on()
         elif not trainer.lightning_module.automatic_optimization:
             self._check_steps()
         elif not all(isinstance(optimizer, _MockOptimizer) for optimizer in trainer.optimizers):
@@ -214,8 +208,3 @@ class FitLoop(_FitLoop):
 
 
 FitLoop.__name__ = _FitLoop.__name__  # the name of its entries in a profile
-
-
-def _describe_no_batches(loaders: Any) -> str:
-    names = ", ".join(type(getattr(loader, "dataset", loader)).__name__ for loader in loaders)
-    return f"the training data ({names or 'no loader'}) yielded no batch"

@@ -31,6 +31,7 @@ from ..reliability.tracebacks import Failure, failure_of, forget_failures, on_un
 from ..strategies import adapt
 
 __all__ = [
+    "allows_empty_data",
     "allow_nonempty_folder",
     "check_callbacks",
     "check_manual_optimization",
@@ -221,6 +222,12 @@ def why_empty(loader: Any, num_ranks: int = 1) -> str | None:
             " incomplete batches"
         )
     return f"the sampler of the DataLoader gives none of the {num_samples} samples of {kind}"
+
+def allows_empty_data(trainer: Any) -> bool:
+    """Whether the module or the data module says that a loader may be empty, on some ranks or on all."""
+    owners = (trainer.lightning_module, trainer.datamodule)
+    return any(getattr(owner, "allow_zero_length_dataloader_with_multiple_devices", False) for owner in owners)
+
 
 
 # Lightning: lightning.pytorch.trainer.configuration_validator.__verify_manual_optimization_support
