@@ -15,6 +15,7 @@ __all__ = [
     "get_random_state",
     "host_state",
     "include_devices",
+    "is_same_state",
     "seed_all",
     "seed_rank_stream",
     "set_random_state",
@@ -111,3 +112,18 @@ def seed_all(*numbers: int) -> None:
 def derive_seed(*numbers: int) -> int:
     """A seed for a tuple of whole numbers, in [0, 2^63): seeds of neighbouring tuples are unrelated."""
     return hash(numbers) % 2**63  # a hash of whole numbers is the same in every process
+
+
+def is_same_state(state: Any, other: Any) -> bool:
+    """Whether two states of generators are equal."""
+    if isinstance(state, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(state, other)
+    if isinstance(state, dict) and isinstance(other, dict):
+        if state.keys() != other.keys():
+            return False
+        # A loop, since it is called for each batch of a stream; and NumPy's state stays the same object.
+        for name, value in state.items():
+            if value is not other[name] and not is_same_state(value, other[name]):
+                return False
+        return True
+    return bool(state == other)

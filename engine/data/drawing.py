@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from ..checkpoint.errors import CheckpointError
-from ..checkpoint.rng import get_random_state, host_state, set_random_state
+from ..checkpoint.rng import get_random_state, host_state, is_same_state, set_random_state
 from .clone_loader import classes_of_torchdata
 
 __all__ = [
@@ -25,7 +25,6 @@ __all__ = [
     "OrderRecord",
     "PassHistory",
     "draws_at_once",
-    "is_same_state",
     "preserve_generators",
     "restore_sampler",
     "state_before",
@@ -101,21 +100,6 @@ def _global_state(sampler: Any) -> dict[str, Any] | None:
 def _set_global(state: dict[str, Any] | None) -> None:
     if state is not None:
         set_random_state({**get_random_state(), **state})
-
-
-def is_same_state(state: Any, other: Any) -> bool:
-    """Whether two states of generators are equal."""
-    if isinstance(state, torch.Tensor) and isinstance(other, torch.Tensor):
-        return torch.equal(state, other)
-    if isinstance(state, dict) and isinstance(other, dict):
-        if state.keys() != other.keys():
-            return False
-        # A loop, since it is called for each batch of a stream; and NumPy's state stays the same object.
-        for name, value in state.items():
-            if value is not other[name] and not is_same_state(value, other[name]):
-                return False
-        return True
-    return bool(state == other)
 
 
 @contextmanager

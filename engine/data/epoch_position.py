@@ -10,7 +10,8 @@ import torch
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DataLoader, SequentialSampler
 
-from .drawing import OrderRecord, PassHistory, draws_at_once, is_same_state, state_before, state_of
+from ..checkpoint.rng import is_same_state
+from .drawing import OrderRecord, PassHistory, draws_at_once, state_before, state_of
 from .even_batches import is_custom
 from .global_order import GlobalBatches, GlobalOrder
 from .workers import Workers, end_workers, has_workers

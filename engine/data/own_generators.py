@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..checkpoint.rng import set_random_state
-from .drawing import is_same_state
+from ..checkpoint.rng import is_same_state, set_random_state
 
 __all__ = ["OwnGenerators", "States", "set_own_states", "set_state_here"]
 

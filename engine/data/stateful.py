@@ -9,9 +9,8 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader, IterableDataset
 
-from ..checkpoint.rng import get_random_state, set_random_state
+from ..checkpoint.rng import get_random_state, is_same_state, set_random_state
 from .clone_loader import classes_of_torchdata, clone_loader, is_torchdata_loader
-from .drawing import is_same_state
 from .own_generators import OwnGenerators, States, set_state_here
 from .stream_loader import OTHER_BATCHES, StreamLoader, can_be_read, is_stateful
 

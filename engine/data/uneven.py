@@ -7,7 +7,7 @@ that has finished its data.
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal
+from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.data import extract_batch_size, sized_len
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader, default_collate
 
+from ..flags import UnevenPolicy
 from .epoch_position import order_of
 from .even_batches import even_batches_of
 from .global_order import SHARE_EVENLY, GlobalBatches, GlobalOrder, Samples, not_beside_others
@@ -23,17 +24,10 @@ from .stateful import StateTrackingLoader
 from .streams import UnevenEvalLoader
 
 __all__ = [
-    "UNEVEN",
     "UnevenTrainLoader",
     "check_evaluated_side_by_side",
     "check_trained_side_by_side",
 ]
-
-UNEVEN = {
-    "pad": "until the last rank has finished; the others run their last batch again, which counts for nothing",
-    "drop": "until the first rank has finished; the remaining batches of the others are not trained on",
-}
-"""Describes when an epoch ends, by policy."""
 
 _NOTHING = object()
 _NONE_LEFT, _UNSEEN = -1, -2
@@ -47,7 +41,9 @@ log = logging.getLogger("polyphase.engine")
 class UnevenTrainLoader(DataLoader):
     """A training loader that ends each epoch at the same batch as those of the other ranks; made by `clone_loader`."""
 
-    policy: Literal["pad", "drop"]
+    policy: UnevenPolicy
+    """``"pad"``: an epoch ends with the last rank; the others run their last batch again, which counts for nothing.
+    ``"drop"``: it ends with the first rank; the remaining batches of the others are not trained on."""
     rank: int
     all_gather_ints: Callable[[int], list[int]]
     """Takes this rank's number and returns those of all ranks, in rank order; all ranks call it together."""
