@@ -248,6 +248,13 @@ class EngineConfig:
         return {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
 
     @property
+    def compile_mode(self) -> CompileMode | None:
+        """The mode of `torch.compile`; None if nothing is compiled."""
+        if isinstance(self.compile, str):
+            return self.compile
+        return "default" if self.compile else None
+
+    @property
     def is_silent(self) -> bool:
         """Whether the run shows and logs nothing by itself."""
         return self.barebones or (self.enable_progress_bar is False and self.logger is False)

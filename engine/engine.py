@@ -33,7 +33,7 @@ from .finetune import make_finetuning
 from .flags import Layout, check_count, choose
 from .initialization import check_shapes, read_stored
 from .loggers.run_names import claim_log_folders, folders_written_to
-from .loop.compile import check_cuda_graphs, compile_mode
+from .loop.compile import check_cuda_graphs
 from .loop.install import TrainerBase, defaults_from_environment, install_loops
 from .loop.rank_loss_checks import check_may_lose_ranks, check_run_may_lose_ranks
 from .loop.runs import check_callbacks, check_manual_optimization, quiet, reports_uncaught
@@ -42,7 +42,7 @@ from .reliability.nonfinite import NonFiniteWatch
 from .reliability.signals import STOPPED
 from .resume import from_checkpoint  # noqa: F401 - makes load_from_checkpoint open directories
 from .select import check_module, default_run_callbacks, select, use_own_device, with_defaults
-from .strategies import STRATEGIES, adapt, lists_devices, prepare_to_repeat
+from .strategies import STRATEGIES, lists_devices, prepare_to_repeat
 from .strategies.float8 import check_float8
 from .strategies.offload import OffloadActivations, choose_offload
 from .strategies.recompute import RecomputeBlocks, blocks_to_recompute, check_recompute, kept_operators
@@ -96,9 +96,9 @@ class Engine(TrainerBase):
     def __init__(self, **flags: Any) -> None:
         self.config = config = EngineConfig(**flags)
         check_arguments(config.changed)
-        watch, mode = NonFiniteWatch(config.nonfinite, config.skip_spikes), compile_mode(config.compile)
+        watch = NonFiniteWatch(config.nonfinite, config.skip_spikes)
         num_nodes = self._choose_parts(config)
-        users, default_bar = with_defaults(_as_list(config.callbacks), config, mode)
+        users, default_bar = with_defaults(_as_list(config.callbacks), config)
         super().__init__(
             **{name: value for name, value in config.arguments.items() if name not in _OURS}
             | {
@@ -121,7 +121,7 @@ class Engine(TrainerBase):
                 )
             self.callbacks.insert(0, self._finetuning)  # type: ignore[attr-defined]
         install_loops(self, config, watch, default_bar, default_run_callbacks(config, users))
-        check_cuda_graphs(mode, self.layout, offloads="activations" in (config.offload or ()))
+        check_cuda_graphs(config.compile_mode, self.layout, offloads="activations" in (config.offload or ()))
         self._check_batches(config)
 
     def _choose_parts(self, config: EngineConfig) -> int:
@@ -139,7 +139,7 @@ class Engine(TrainerBase):
         self._recomputes = check_recompute(self.strategy, self._parts.options, config.activation_checkpointing)
         if self._recomputes != "none":
             callbacks.insert(0, RecomputeBlocks(self._recomputes))
-        if choose_offload(self.strategy, config.offload):
+        if choose_offload(self.engine_strategy, config.offload):
             callbacks.insert(0, OffloadActivations())
 
     def _check_batches(self, config: EngineConfig) -> None:
@@ -149,7 +149,7 @@ class Engine(TrainerBase):
                     f"nonfinite='skip' can't leave out steps under {type(self.strategy).__name__}, which takes them"
                     " itself: choose 'warn' or 'error', or one of the engine's strategies."
                 )
-            adapt(self.strategy).may_leave_out()
+            self.engine_strategy.may_leave_out()
         if config.micro_batch_size == "auto" and self.world_size > 1:
             prepare_to_repeat(self.strategy, sync_batchnorm=config.sync_batchnorm)
         check_batch_sizes(
@@ -164,7 +164,7 @@ class Engine(TrainerBase):
     @property
     def layout(self) -> Layout:
         """Sizes of the device mesh by axis; all processes are replicas under Lightning's own strategies."""
-        return adapt(self.strategy).layout
+        return self.engine_strategy.layout
 
     @property
     def grad_norm(self) -> Tensor | None:
@@ -211,7 +211,7 @@ class Engine(TrainerBase):
             raise
 
     def _check_fit(self, model: LightningModule, train_dataloaders: Any) -> None:
-        strategy = adapt(self.strategy)
+        strategy = self.engine_strategy
         check_nodes(self.num_nodes, strategy.cluster_environment)
         if isinstance(model, LightningModule):  # otherwise Lightning raises an error that says what it expects
             if self._finetuning is not None:
@@ -348,7 +348,7 @@ class Engine(TrainerBase):
                 batch_size = self.config.global_batch_size or (loader.batch_size or 0) * engine.data_size
                 with quiet(is_trial=True):
                     reference = verification.reference_steps(whole, loader, batch_size, {**shared, **a_few})
-                flag = None if adapt(engine.strategy).expects_parity else str(self.config.strategy)
+                flag = None if engine.engine_strategy.expects_parity else str(self.config.strategy)
                 certificate = verification.certify(states, reference, tolerance, differs_by=flag)
         self.certificate: verification.Certificate = engine.strategy.broadcast(certificate)
         rank_zero_info(str(self.certificate))

@@ -11,7 +11,6 @@ import torch
 
 from .config import plain_value
 from .distributed.environment import given_seed
-from .strategies import adapt
 from .version import __version__
 
 __all__ = ["header", "run_parameters", "shown_path"]
@@ -61,7 +60,7 @@ def _batch(trainer: Any) -> str | None:
         return None
     total, micro, num_micro_batches = sizes
     ranks = trainer.data_size
-    strategy = adapt(trainer.strategy)
+    strategy = trainer.engine_strategy
     if strategy.capabilities.steps_alone or not strategy.expects_parity:
         return f"batch {micro * num_micro_batches} on each of {ranks} ranks"
     if total == ranks * micro * num_micro_batches:

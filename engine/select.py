@@ -321,15 +321,12 @@ def _one_device(devices: Any, num_devices: int, num_nodes: int) -> Any:
 # Callbacks import the engine, not the reverse; these few are the exception, and are imported by name.
 
 
-def with_defaults(
-    callbacks: list[Callback], config: EngineConfig, mode: str | None
-) -> tuple[list[Callback], Callback | None]:
+def with_defaults(callbacks: list[Callback], config: EngineConfig) -> tuple[list[Callback], Callback | None]:
     """Returns `callbacks` with those that the flags ask for, and with the default progress bar in place of Lightning's.
 
     Args:
         callbacks: the user's; changed in place.
         config: the flags.
-        mode: mode of `torch.compile`; None: nothing is compiled.
     """
     default_bar: Callback | None = None
     shows_progress = config.enable_progress_bar is not False and not config.barebones
@@ -337,8 +334,8 @@ def with_defaults(
         callbacks.append(default_bar := _progress_bar())
     if config.continues_runs and not any(hasattr(callback, "snapshot_folder") for callback in callbacks):
         callbacks.append(_snapshot())
-    if mode is not None:
-        callbacks.insert(0, CompileSteps(mode))
+    if config.compile_mode is not None:
+        callbacks.insert(0, CompileSteps(config.compile_mode))
     return callbacks, default_bar
 
 

@@ -28,7 +28,6 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..distributed.object_group import WORLD
-from ..strategies import adapt
 from ..strategies.parameter_hooks import call_before_use
 
 __all__ = ["AveragedGradients"]
@@ -55,7 +54,7 @@ class AveragedGradients:
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self._strategy = adapt(trainer.strategy)
+        self._strategy = trainer.engine_strategy
         self._of_last_step: dict[Optimizer, list[weakref.ref[Tensor]]] = {}
         """The gradients in the last step of each of the trainer's optimizers."""
         self._compared: dict[Tensor, weakref.ref[Tensor]] = {}

@@ -22,14 +22,13 @@ from lightning.pytorch.utilities.data import sized_len
 from torch import Tensor
 
 from .._compat.torch import tree_leaves
-from ..flags import Layout, choose
-from ..strategies import EngineStrategy, adapt
+from ..flags import CompileMode, Layout
+from ..strategies import EngineStrategy
 from ..strategies.units import any_number_of_rows, mark_rows
 from .hooks import bound, overridden
 
-__all__ = ["COMPILE_MODES", "CompileSteps", "check_cuda_graphs", "compile_mode"]
+__all__ = ["CompileSteps", "check_cuda_graphs"]
 
-COMPILE_MODES = ("default", "reduce-overhead", "max-autotune")
 _CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 """The modes that record CUDA graphs on a GPU."""
 LOG_BREAK_REASON = "self.log stays outside of the graph"
@@ -50,18 +49,7 @@ _run_numbers = itertools.count()  # the same in all processes of a job
 log = logging.getLogger("polyphase.engine")
 
 
-def compile_mode(flag: bool | str | None) -> str | None:
-    """Returns the mode of `torch.compile` for a value of the flag; None if nothing is compiled.
-
-    Raises:
-        ValueError: the flag names no mode.
-    """
-    if flag is None or isinstance(flag, bool):
-        return "default" if flag else None
-    return choose("value of compile", flag, COMPILE_MODES)
-
-
-def check_cuda_graphs(mode: str | None, layout: Layout, *, offloads: bool) -> None:
+def check_cuda_graphs(mode: CompileMode | None, layout: Layout, *, offloads: bool) -> None:
     """Checks that a mode's CUDA graphs can be replayed in each step.
 
     Raises:
@@ -83,16 +71,16 @@ class CompileSteps(Callback):
     """Compiles the module's steps while a trainer runs.
 
     Args:
-        mode: one of `COMPILE_MODES`.
+        mode: of `torch.compile`.
     """
 
-    def __init__(self, mode: str) -> None:
+    def __init__(self, mode: CompileMode) -> None:
         self.mode = mode
         self._copies: dict[Tensor, Tensor] = {}  # of gradients, by parameter
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Replaces the module's steps by compiled ones; a strategy with units compiles the units instead."""
-        strategy = adapt(trainer.strategy)
+        strategy: EngineStrategy = trainer.engine_strategy  # type: ignore[attr-defined]
         backend = _Backend(self.mode, dist.is_initialized() and trainer.world_size > 1, trainer, strategy)
         strategy.compile = functools.partial(torch.compile, backend=backend)
         for name in _LOADERS:
@@ -121,7 +109,7 @@ class CompileSteps(Callback):
             if isinstance(pl_module.__dict__.get(name), _Compiled):
                 del pl_module.__dict__[name]
         self._copies.clear()
-        vars(trainer.strategy).pop("compile", None)
+        vars(trainer.engine_strategy).pop("compile", None)  # type: ignore[attr-defined]
         if self.mode in _CUDA_GRAPH_MODES:
             # torch: a graph that returns a parameter returns the one it was recorded with, which is on the host by
             # then, and it is replayed for another module of this class whose parameters happen to have its addresses.

@@ -36,7 +36,6 @@ from ..data.uneven import UnevenTrainLoader
 from ..data.workers import WithWorkers, has_workers, track_draws
 from ..distributed.environment import global_seed
 from ..resume.data_position import DataPosition
-from ..strategies import adapt
 
 __all__ = ["DataConnector"]
 
@@ -107,7 +106,7 @@ class DataConnector(_DataConnector):  # Lightning: Trainer._data_connector
     def _prepare_training(self, dataloader: object) -> object:
         if self.sizes.global_batch_size is not None:
             check_loader(dataloader, self.sizes.global_batch_size, self.sizes.micro)
-        adapt(self.trainer.strategy).check_loader(dataloader)
+        self.trainer.engine_strategy.check_loader(dataloader)
         if not isinstance(dataloader, DataLoader):
             return dataloader
         if has_iterable_dataset(dataloader):

@@ -13,7 +13,6 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from .._compat.lightning import _DataLoaderIterDataFetcher, _EvaluationLoop, _PredictionLoop
 from ..data.exhausted import ends_with_data
 from ..data.uneven import check_evaluated_side_by_side
-from ..strategies import adapt
 from ..strategies.averages import follow_until_first_update
 from .hooks import Hooks, Transfer
 from .log import attach_log, detach_log
@@ -178,7 +177,7 @@ class EvaluationLoop(_EvaluationLoop):  # Lightning: Trainer.validate_loop, .tes
         connector: Any = self.trainer._logger_connector
         connector.epoch_end_reached()
         connector.synchronise()
-        adapt(self.trainer.strategy).end_evaluation()
+        self.trainer.engine_strategy.end_evaluation()  # type: ignore[attr-defined]
         super()._store_dataloader_outputs()
 
     def _on_evaluation_epoch_end(self) -> None:
@@ -294,7 +293,7 @@ class PredictionLoop(_PredictionLoop):  # Lightning: Trainer.predict_loop
 
     def _on_predict_epoch_end(self) -> Any:
         # Lightning: _PredictionLoop._on_predict_epoch_end, whose hooks write this rank's predictions.
-        adapt(self.trainer.strategy).end_evaluation()
+        self.trainer.engine_strategy.end_evaluation()  # type: ignore[attr-defined]
         results = super()._on_predict_epoch_end()
         ranks = self.trainer.data_ranks  # type: ignore[attr-defined]
         if not self.return_predictions or ranks.size == 1:

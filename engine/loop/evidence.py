@@ -17,7 +17,6 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from ..checkpoint import get_random_state, set_random_state
-from ..contract import adapt
 
 __all__ = ["Evidence"]
 
@@ -58,7 +57,7 @@ class Evidence:
         if step is None or folder is None:
             return ""
         module = self._first_module(step) if self._runs_again else None
-        is_whole = trainer.world_size == 1 or adapt(trainer.strategy).capabilities.averages_whole_gradients
+        is_whole = trainer.world_size == 1 or trainer.engine_strategy.capabilities.averages_whole_gradients
         content = {
             "step": step.number,
             "epoch": step.epoch,

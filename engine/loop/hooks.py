@@ -26,7 +26,6 @@ from .. import strategies
 from ..devices import module_of
 from ..phases import PhaseClock
 from ..precision import plugins
-from ..strategies import adapt
 
 __all__ = ["Hooks", "Shortcuts", "Transfer", "bound", "is_lightnings", "is_profiled", "overridden"]
 
@@ -346,7 +345,7 @@ class Shortcuts:
         # Lightning: LightningOptimizer.step calls these two first and last, for manual optimization.
         has_step_callbacks = {wrapped._on_before_step, wrapped._on_after_step} != {do_nothing_closure}
         if passing >= {"module.optimizer_step", "optimizer.step"} and not has_step_callbacks:
-            skips_strategy = "strategy.optimizer_step" in passing or adapt(strategy).passes_step_on
+            skips_strategy = "strategy.optimizer_step" in passing or hooks.trainer.engine_strategy.passes_step_on
             self._step_entry = "precision" if skips_strategy else "strategy"
         # A strategy that accumulates gradients itself steps after each micro-batch, not only at the end of a window.
         self.calls_after_closure = (

@@ -41,7 +41,7 @@ from ..reliability.watchdog import Watchdog
 from ..resume.checkpoint_connector import CheckpointConnector
 from ..resume.run_history import RunHistory
 from ..run_info import log_folder
-from ..strategies import adapt
+from ..strategies import EngineStrategy, adapt
 from ..strategies.averages import swapped_back
 from .data_connector import DataConnector
 from .evaluation import EvaluationLoop, PredictionLoop
@@ -96,6 +96,8 @@ class TrainerBase(Trainer):
     """The longest time that a rank may make no progress, in seconds; None without limit."""
     config: EngineConfig
     """The arguments of the engine's constructor."""
+    engine_strategy: EngineStrategy
+    """The strategy itself, or an adapter of one that is not the engine's."""
     is_trial = False
     """Whether the run is a part of `verify` or `bench_comm`, whose result is all that is printed."""
     stopped_by: Any = None
@@ -106,6 +108,7 @@ class TrainerBase(Trainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         with quiet():
             super().__init__(*args, **kwargs)
+        self.engine_strategy = adapt(self.strategy)
 
     @property
     def flags(self) -> dict[str, Any]:
@@ -197,7 +200,7 @@ class TrainerBase(Trainer):
                     # Lightning: the launchers of workers; the parent raises the worker's exception.
                     print_traceback=not isinstance(self.strategy.launcher, _MultiProcessingLauncher),
                     watchdog=watchdog,
-                    leaves=adapt(self.strategy).can_exit_alone,
+                    leaves=self.engine_strategy.can_exit_alone,
                     finish=lambda: checkpoints.saver.finish(timeout_s),
                 )
             except Exception as later:
@@ -220,17 +223,17 @@ class TrainerBase(Trainer):
     def data_ranks(self) -> ObjectGroup:
         """The group of the ranks with different samples."""
         # A process of a group may run an engine on its own.
-        return SELF if self.world_size == 1 else adapt(self.strategy).data_ranks
+        return SELF if self.world_size == 1 else self.engine_strategy.data_ranks
 
     @property
     def data_size(self) -> int:
         """The number of ranks with different samples, connected or not."""
-        return adapt(self.strategy).data_size
+        return self.engine_strategy.data_size
 
     @property
     def data_rank(self) -> int:
         """The index of this rank among the ranks with different samples."""
-        return adapt(self.strategy).data_rank
+        return self.engine_strategy.data_rank
 
     @property
     def all_ranks(self) -> ObjectGroup:
@@ -343,7 +346,7 @@ class TrainerBase(Trainer):
             NonFiniteError: with ``nonfinite="error"``, a loss or gradient norm was not finite.
         """
         checkpoints: CheckpointConnector = self._checkpoint_connector  # type: ignore[assignment]
-        consolidated_weights = adapt(self.strategy).consolidated_weights
+        consolidated_weights = self.engine_strategy.consolidated_weights
         if self.model is None or not checkpoints.is_portable:
             with swapped_back(self), consolidated_weights():
                 super().save_checkpoint(filepath, weights_only, storage_options)
@@ -447,7 +450,7 @@ def _install_fit_loop(trainer: TrainerBase, config: EngineConfig, watch: NonFini
 
 def _install_evaluation_loops(trainer: TrainerBase) -> None:
     inference_mode = trainer.validate_loop.inference_mode
-    inference_mode &= adapt(trainer.strategy).capabilities.evaluates_in_inference_mode
+    inference_mode &= trainer.engine_strategy.capabilities.evaluates_in_inference_mode
     for name, fn, stage in (
         ("validate_loop", TrainerFn.VALIDATING, RunningStage.VALIDATING),
         ("test_loop", TrainerFn.TESTING, RunningStage.TESTING),

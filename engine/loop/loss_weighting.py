@@ -23,11 +23,11 @@ import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
 
+from ..contract import EngineStrategy
 from ..data.global_order import Samples
 from ..devices import multiply
 from ..precision.clipping import local_values
 from ..precision.loss_scaling import LossScaler
-from ..strategies import adapt
 
 __all__ = ["LossWeighting"]
 
@@ -37,7 +37,7 @@ class LossWeighting:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer: Any = trainer
-        self._strategy = adapt(trainer.strategy)
+        self._strategy: EngineStrategy = trainer.engine_strategy  # type: ignore[attr-defined]
         self._first_batch_idx = -1
         self._estimate: Any = None
         """The estimate of T; None before the first micro-batch of a step."""

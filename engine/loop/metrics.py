@@ -20,7 +20,6 @@ from torch import Tensor
 # Lightning: where logged values are accumulated.
 from .._compat.lightning import _METRICS, _LoggerConnector, _Metadata, _ResultCollection, _ResultMetric, _Sync
 from ..distributed.object_group import ObjectGroup
-from ..strategies import adapt
 from .padding_batch import EvalPadding
 
 __all__ = [
@@ -250,7 +249,7 @@ def agreed_value(trainer: Any, name: str, value: Any) -> Any:
         name: the name under which the value was logged.
         value: this rank's; None if it has logged none.
     """
-    if trainer.world_size == 1 or not adapt(trainer.strategy).capabilities.keeps_step:
+    if trainer.world_size == 1 or not trainer.engine_strategy.capabilities.keeps_step:
         return value
     item = _logged_item(trainer, name)
     # The number of samples that the rank has logged a mean of; 0 if it is not known.

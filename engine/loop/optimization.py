@@ -23,7 +23,7 @@ from ..data.exhausted import ends_with_data
 from ..precision.loss_scaling import one_update
 from ..precision.plugins import stepping_together
 from ..reliability.nonfinite import NonFiniteWatch
-from ..strategies import adapt, without_sync
+from ..strategies import without_sync
 from ..strategies.step_guard import StepGuard
 from .evidence import Evidence
 from .hooks import Hooks, Shortcuts, Transfer
@@ -42,7 +42,7 @@ class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpoc
         super().__init__(trainer)
         self.watch = watch
         self.loss_weighting = LossWeighting(trainer)
-        self.runs_own_schedule = adapt(trainer.strategy).capabilities.runs_own_schedule
+        self.runs_own_schedule = trainer.engine_strategy.capabilities.runs_own_schedule  # type: ignore[attr-defined]
         self.out_of_memory: OutOfMemory | None = None
         self._shortcuts: Shortcuts | None = None
         self.has_loss = False

@@ -29,7 +29,6 @@ from .._compat.lightning import _DataLoaderIterDataFetcher
 from ..devices import module_of, peak_bytes
 from ..distributed.buckets import local_part
 from ..distributed.object_group import WORLD
-from ..strategies import adapt
 from .step_start import StepStart
 
 __all__ = ["OutOfMemory", "RetryStep", "held_bytes", "model_state_bytes"]
@@ -181,7 +180,7 @@ def _message(trainer: Any, ranks: list[int]) -> str:
 
 def model_state_bytes(trainer: Any) -> dict[str, int]:
     """Bytes of this rank's part of the trained state: by kind, see `held_bytes`, and of the strategy's own copies."""
-    own_bytes = adapt(trainer.strategy).held_bytes
+    own_bytes = trainer.engine_strategy.held_bytes
     return {**held_bytes(trainer.lightning_module, trainer.optimizers), "strategy": own_bytes}
 
 

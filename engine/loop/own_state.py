@@ -19,7 +19,7 @@ from torchmetrics import Metric
 
 from .._compat.torch import tree_leaves
 from ..data.epoch_position import order_of
-from ..strategies import adapt, own_buffers
+from ..strategies import own_buffers
 from .module_copy import is_data
 
 __all__ = ["OwnState"]
@@ -60,14 +60,14 @@ class OwnState:
     @property
     def _is_compared(self) -> bool:
         # Ranks that do not keep step are at different steps.
-        return self._trainer.data_size > 1 and adapt(self._trainer.strategy).capabilities.keeps_step
+        return self._trainer.data_size > 1 and self._trainer.engine_strategy.capabilities.keeps_step
 
     def compare(self) -> None:
         """Compares the state; all ranks call it after the same step."""
         if not self._is_compared:
             return
         trainer, module = self._trainer, self._trainer.lightning_module
-        strategy = adapt(trainer.strategy)
+        strategy = trainer.engine_strategy
         buffers = {} if strategy.averages_buffers else own_buffers(module)
         attributes = _digests(_attributes(module))
         changed = {name: digest for name, digest in attributes.items() if self._before.get(name) != digest}

@@ -18,7 +18,7 @@ from .._compat.lightning import _ResultCollection, _ResultMetric
 from ..data.even_batches import even_batches_of
 from ..data.streams import UnevenEvalLoader
 from ..distributed.fillers import among_fillers
-from ..strategies import adapt, updated_buffers
+from ..strategies import updated_buffers
 from ..strategies.step_guard import StepSnapshot
 from .hooks import Transfer
 
@@ -154,7 +154,7 @@ def _stays(trainer: Any) -> Callable[[Any], bool]:
     if (
         trainer.training
         and not trainer.lightning_module.automatic_optimization
-        and adapt(trainer.strategy).averages_buffers
+        and trainer.engine_strategy.averages_buffers
     ):
         averaged = set(map(id, updated_buffers(trainer.lightning_module).values()))
     return lambda owner: id(owner) in averaged or getattr(owner, "is_computed_together", False)

@@ -28,11 +28,10 @@ from ..data.streams import check_made_for, check_script_makes_none
 from ..errors import NoModuleError, RefusedError, refusing
 from ..reliability.signals import INTERRUPTED
 from ..reliability.tracebacks import Failure, failure_of, forget_failures, on_uncaught
-from ..strategies import adapt
 
 __all__ = [
-    "allows_empty_data",
     "allow_nonempty_folder",
+    "allows_empty_data",
     "check_callbacks",
     "check_manual_optimization",
     "checked",
@@ -176,7 +175,7 @@ def _check_model(command: str, model: Any) -> None:
 
 
 def _check_streams(trainer: Any, loaders: Any, datamodule: LightningDataModule | None) -> None:
-    environment = adapt(trainer.strategy).cluster_environment
+    environment = trainer.engine_strategy.cluster_environment
     if environment is None or environment.creates_processes_externally:
         return  # each rank checks its loaders itself
     with hide_tree_warnings():
@@ -223,11 +222,11 @@ def why_empty(loader: Any, num_ranks: int = 1) -> str | None:
         )
     return f"the sampler of the DataLoader gives none of the {num_samples} samples of {kind}"
 
+
 def allows_empty_data(trainer: Any) -> bool:
     """Whether the module or the data module says that a loader may be empty, on some ranks or on all."""
     owners = (trainer.lightning_module, trainer.datamodule)
     return any(getattr(owner, "allow_zero_length_dataloader_with_multiple_devices", False) for owner in owners)
-
 
 
 # Lightning: lightning.pytorch.trainer.configuration_validator.__verify_manual_optimization_support

@@ -29,7 +29,6 @@ from .._compat.lightning import (
 from ..checkpoint import get_random_state
 from ..data.exhausted import is_end_of_data
 from ..reliability.nonfinite import NonFiniteWatch
-from ..strategies import adapt
 from ..strategies.averages import end_averages
 from ..strategies.step_guard import StepGuard
 from .averaged_gradients import AveragedGradients
@@ -87,7 +86,7 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
         with self.first_steps.checking():
             self._run(data_fetcher)
         self.own_state.compare()
-        adapt(self.trainer.strategy).sync_weights()
+        self.trainer.engine_strategy.sync_weights()  # type: ignore[attr-defined]
         if (guard := self.automatic_optimization.step_guard) is not None:
             guard.settle()
         watch.end_epoch(self.trainer)
@@ -159,22 +158,22 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
             self.restarting = False  # Lightning: would repeat the work after the batch
 
     def _begin_optimization(self) -> None:
-        trainer = self.trainer
-        averages = adapt(trainer.strategy).capabilities.averages_whole_gradients and trainer.world_size > 1
+        trainer: Any = self.trainer
+        averages = trainer.engine_strategy.capabilities.averages_whole_gradients and trainer.world_size > 1
         if averages and self.averaged_gradients is None:
             self.averaged_gradients = AveragedGradients(trainer)
         optimization = self.automatic_optimization
         watch = optimization.watch
         if watch.guards_steps and not trainer.strategy.handles_gradient_accumulation:
             if optimization.step_guard is None:
-                reads = any(isinstance(callback, WeightAveraging) for callback in trainer.callbacks)  # type: ignore[attr-defined]
+                reads = any(isinstance(callback, WeightAveraging) for callback in trainer.callbacks)
                 is_last = watch.policy == "error"
                 optimization.step_guard = StepGuard(
                     trainer, self._judged, stays=is_last, reads=reads, largest_norm=watch.largest_norm
                 )
-                trainer._checkpoint_connector.run_state.norms.set(optimization.step_guard.norms)  # type: ignore[attr-defined]
-                if is_last and trainer.snapshots_path is not None:  # type: ignore[attr-defined]
-                    is_plain = not (optimization.runs_own_schedule or trainer.flags["compile"])  # type: ignore[attr-defined]
+                trainer._checkpoint_connector.run_state.norms.set(optimization.step_guard.norms)
+                if is_last and trainer.snapshots_path is not None:
+                    is_plain = not (optimization.runs_own_schedule or trainer.config.compile)
                     optimization.evidence = Evidence(trainer, runs_again=is_plain)
             optimization.step_guard.attach()
         if not trainer.lightning_module.automatic_optimization:
@@ -199,7 +198,7 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
         guard = self.automatic_optimization.step_guard
         if guard is not None and interval == "epoch":
             guard.settle()
-        elif guard is not None and adapt(self.trainer.strategy).averages_gradients:
+        elif guard is not None and self.trainer.engine_strategy.averages_gradients:  # type: ignore[attr-defined]
             if guard.verdict is True:
                 return
             if guard.verdict is not False:

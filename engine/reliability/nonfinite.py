@@ -17,13 +17,11 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 
 from ..distributed.job_store import CausedByRank
-from ..flags import choose
+from ..flags import NonFinitePolicy
 from ..strategies.step_guard import SPIKE
 from .rendezvous import current_job
 
-__all__ = ["MOST_IN_A_ROW", "NONFINITE_POLICIES", "NonFiniteError", "NonFiniteWatch"]
-
-NONFINITE_POLICIES = ("warn", "error", "skip", "ignore")
+__all__ = ["MOST_IN_A_ROW", "NonFiniteError", "NonFiniteWatch"]
 
 MOST_IN_A_ROW = 20
 """The steps in a row that are left out before the run ends: more than the 16 by which `16-mixed` may come down from its
@@ -47,11 +45,11 @@ class NonFiniteWatch:
         largest_norm: skip a step if the norm of its gradients is larger than that many times the mean; None: don't.
 
     Raises:
-        ValueError: `policy` is none of these, or does not go with `largest_norm`.
+        ValueError: `policy` does not go with `largest_norm`.
     """
 
-    def __init__(self, policy: str, largest_norm: float | None = None) -> None:
-        self.policy = choose("value of nonfinite", policy, NONFINITE_POLICIES)
+    def __init__(self, policy: NonFinitePolicy, largest_norm: float | None = None) -> None:
+        self.policy = policy
         if largest_norm is not None and (policy != "skip" or not largest_norm > 1):
             raise ValueError(
                 f"skip_spikes={largest_norm} leaves out steps with more than that many times the usual norm: give a"

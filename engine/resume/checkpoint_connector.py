@@ -53,6 +53,7 @@ from ..checkpoint.publish import update_link
 from ..checkpoint.single_file import MANIFEST_KEY, MOST_TEXT_BYTES, OURS
 from ..checkpoint.state_tree import all_by_name, mapped, merged
 from ..checkpoint.whole import names_in, part_of, structures_in
+from ..contract import EngineStrategy
 from ..distributed.environment import restart_count
 from ..distributed.object_group import num_ranks
 from ..flags import CheckpointFormat
@@ -60,7 +61,6 @@ from ..foreign import for_terminal
 from ..initialization import check_stored, has_meta_tensors, materialize, read_stored
 from ..loggers.continuation import LogContinuation
 from ..reliability.nonfinite import NonFiniteError
-from ..strategies import adapt
 from ..strategies.averages import (
     begin_averages,
     follow_until_first_update,
@@ -119,8 +119,8 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
         """Continues the logs of the run."""
         self._form = form
         strategy: Any = trainer.strategy
-        self._strategy = adapt(strategy)
-        self._capabilities = adapt(strategy).capabilities
+        self._strategy: EngineStrategy = trainer.engine_strategy  # type: ignore[attr-defined]
+        self._capabilities = self._strategy.capabilities
         # A user's CheckpointIO, and Lightning's strategies with another format, keep their formats.
         self.is_portable = (
             trainer._accelerator_connector.checkpoint_io is None  # Lightning: the user's plugin
@@ -519,7 +519,7 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
         """
         trainer = self.trainer
         check_stored(trainer.lightning_module)
-        if not adapt(trainer.strategy).capabilities.splits_module and has_meta_tensors(trainer.lightning_module):
+        if not self._capabilities.splits_module and has_meta_tensors(trainer.lightning_module):
             materialize(trainer.lightning_module)
         read_stored(trainer.lightning_module)  # the parameters that no strategy has sharded and read before
         if isinstance(trainer.precision_plugin, DoublePrecision):

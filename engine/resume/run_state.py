@@ -25,7 +25,6 @@ from .._compat.torch import _BatchNorm
 from ..checkpoint import get_random_state, seed_rank_stream, set_random_state
 from ..checkpoint.content import VERSION
 from ..compression import reshard_residuals
-from ..strategies import adapt
 
 __all__ = [
     "STRATEGY",
@@ -180,14 +179,14 @@ class _Residuals:
         self._trainer = trainer
 
     def of_rank(self) -> dict[str, Any]:
-        hook = adapt(self._trainer.strategy).comm_hook
+        hook = self._trainer.engine_strategy.comm_hook
         return {} if hook is None else hook.state_dict()
 
     def restore(self, saved: _Saved) -> None:
         """Restores the residuals of each rank's comm hook; with another layout, each rank gets the mean of all."""
         trainer = self._trainer
         states = [rank["compression"] for rank in saved["ranks"]]
-        hook = adapt(trainer.strategy).comm_hook
+        hook = trainer.engine_strategy.comm_hook
         unsent = any(state.get("residuals") for state in states)
         if hook is None or not states[0]:
             if unsent:
@@ -296,10 +295,10 @@ class _StrategyState:
         self._trainer = trainer
 
     def shared(self) -> dict[str, Any]:
-        return adapt(self._trainer.strategy).shared_state()
+        return self._trainer.engine_strategy.shared_state()
 
     def of_rank(self) -> dict[str, Any]:
-        return adapt(self._trainer.strategy).state_of_rank()
+        return self._trainer.engine_strategy.state_of_rank()
 
     def restore(self, saved: _Saved) -> None:
         """Restores the state; called when the optimizers have theirs."""
@@ -308,7 +307,7 @@ class _StrategyState:
         trainer = self._trainer
         is_same = (saved["world_size"], saved["layout"]) == (trainer.world_size, layout_of(trainer))
         of_rank = saved["ranks"][trainer.global_rank][STRATEGY] if is_same else {}
-        adapt(trainer.strategy).load_state(saved[STRATEGY], of_rank)
+        trainer.engine_strategy.load_state(saved[STRATEGY], of_rank)
 
 
 class _TrainedParameters:
@@ -406,7 +405,7 @@ def _changed(now: dict[str, bool], first: dict[str, bool], before: dict[str, boo
 
 def layout_of(trainer: Any) -> dict[str, int]:
     """Returns the sizes of the mesh's axes, without those of size 1."""
-    return {axis: size for axis, size in adapt(trainer.strategy).layout.axes.items() if size > 1}
+    return {axis: size for axis, size in trainer.engine_strategy.layout.axes.items() if size > 1}
 
 
 def to_last_step(loops: dict[str, Any], engine_state: dict[str, Any]) -> Literal["end", "nothing"] | None:

@@ -32,7 +32,6 @@ from torch.utils.checkpoint import (
     noop_context_fn,
 )
 
-from . import adapt
 from .contents import (
     Contents,
     begin_count,
@@ -411,7 +410,7 @@ class RecomputeBlocks(Callback):
         if stage == "fit":
             if self.kind == "selective":
                 self._kept_operators = kept_operators(pl_module)
-            adapt(trainer.strategy).recompute = self.wrap
+            trainer.engine_strategy.recompute = self.wrap  # type: ignore[attr-defined]
 
     def wrap(self, block: nn.Module) -> None:
         """Makes a block recompute its activations."""
@@ -419,7 +418,7 @@ class RecomputeBlocks(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Wraps the blocks that the strategy has not wrapped."""
-        if not adapt(trainer.strategy).capabilities.recomputes_blocks:
+        if not trainer.engine_strategy.capabilities.recomputes_blocks:  # type: ignore[attr-defined]
             for block in blocks_to_recompute(pl_module):
                 if block not in self._wrapped:
                     self.wrap(block)

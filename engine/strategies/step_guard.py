@@ -27,7 +27,6 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from ..checkpoint import get_random_state, set_random_state
-from ..contract import adapt
 from ..precision.clipping import local_values, norm_of
 from .selected_step import LateFlag, StepBefore, may_select
 
@@ -72,7 +71,7 @@ class StepGuard:
         """By the number of the optimizer: the decaying sum of the norms, that of their weights, and their number."""
         self._late: dict[Optimizer, LateFlag] = {}
         """The flags that the host does not know yet, of the last step of each optimizer."""
-        self._strategy = adapt(trainer.strategy)
+        self._strategy = trainer.engine_strategy
         self._losses: list[Tensor] = []
         self._buffers: list[tuple[nn.Module, str, Tensor]] = []
         self._flags: dict[Optimizer, float | Tensor] = {}

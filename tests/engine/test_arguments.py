@@ -13,11 +13,8 @@ from lightning.pytorch.cli import LightningArgumentParser
 from polyphase.engine import Engine, fit, flags
 from polyphase.engine.compression import COMM_HOOKS
 from polyphase.engine.config import EngineConfig, types_of
-from polyphase.engine.data.uneven import UNEVEN
 from polyphase.engine.flags import Layout
-from polyphase.engine.loop.compile import COMPILE_MODES
 from polyphase.engine.precision import FLOAT8, PRECISIONS
-from polyphase.engine.reliability.nonfinite import NONFINITE_POLICIES
 from polyphase.engine.strategies import STRATEGIES
 
 OURS = {
@@ -86,9 +83,6 @@ def test_each_argument_is_documented_in_the_order_of_the_signature():
     [
         (flags.StrategyName, {"auto", *STRATEGIES}),
         (flags.CompressionName, {"none", *COMM_HOOKS}),
-        (flags.UnevenPolicy, set(UNEVEN)),
-        (flags.NonFinitePolicy, set(NONFINITE_POLICIES)),
-        (flags.CompileMode, set(COMPILE_MODES)),
         (flags.AcceleratorName, {"auto", "gpu", *AcceleratorRegistry.available_accelerators()}),
         (flags.PrecisionName, options(lightnings._PRECISION_INPUT) | set(FLOAT8)),
         (flags.Axis, set(Layout().axes)),

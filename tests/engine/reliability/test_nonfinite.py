@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from polyphase.engine.reliability.nonfinite import NonFiniteError, NonFiniteWatch
+from polyphase.engine.reliability.nonfinite import NonFiniteError
 
 from ..tiny import Positions, Seen, engine
 
@@ -135,9 +135,3 @@ def test_a_second_run_of_one_engine_forgets_the_first(caplog):
     trainer.fit(module, DataLoader(Positions(NUM_BATCHES)))
     assert module.num_steps > 0
     assert not warnings(caplog)
-
-
-@pytest.mark.parametrize("policy", ["eror", "raise", ""])
-def test_another_policy_is_refused(policy):
-    with pytest.raises(ValueError, match=rf"unknown value of nonfinite '{policy}'.*Allowed: error, ignore, skip, warn"):
-        NonFiniteWatch(policy)
