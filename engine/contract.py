@@ -51,6 +51,8 @@ class Capabilities:
     """Whether evaluation may use `torch.inference_mode`: no inference tensor remains that training would write to."""
     runs_own_schedule: bool = False
     """Whether `run_schedule` runs forward and backward of a batch; the gradients are zeroed before."""
+    can_offload: frozenset[str] = frozenset()
+    """The values of the flag `offload` that it can honour."""
     recomputes_blocks: bool = False
     """Whether the strategy applies `recompute` to the blocks itself."""
     keeps_step: bool = True
@@ -100,6 +102,8 @@ class EngineStrategy:
     """Called on all ranks with the whole module before it is split for training; None: nothing is called."""
     compile: Callable[..., Any] | None = None
     """Compiles a function; None for no compilation."""
+    offloads_parameters = False
+    """Whether parameters, gradients and optimizer state are kept in host memory: see the flag `offload`."""
     compiles_units = False
     """Whether units are compiled rather than whole steps; known once the module is set up."""
 
@@ -308,6 +312,7 @@ class _LightningAdapter(EngineStrategy):
         )
         return Capabilities(
             engine_checkpoints=saves_plainly,
+            can_offload=frozenset({"activations"} if isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)) else ()),
             averages_whole_gradients=isinstance(strategy, DDPStrategy),
             unsupported_repeat=type(strategy).__name__,
         )

@@ -22,7 +22,6 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer import call
 from torch import Tensor
 
-from .. import strategies
 from ..devices import module_of
 from ..phases import PhaseClock
 from ..precision import plugins
@@ -258,7 +257,7 @@ def _stream(device: torch.device) -> Any:
 # each batch `is_current` compares what would be called.
 
 _STRATEGY = "lightning.pytorch.strategies.strategy"
-_DDP_STRATEGIES = ("lightning.pytorch.strategies.ddp", f"{strategies.__name__}.ddp")
+_DDP_STRATEGIES = ("lightning.pytorch.strategies.ddp", f"{__name__.removesuffix('loop.hooks')}strategies.ddp")
 """Their hooks before backward are for manual optimization only, which does not come here."""
 _MODULE = "lightning.pytorch.core.module"
 _OPTIMIZER = "lightning.pytorch.core.optimizer"

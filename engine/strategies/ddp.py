@@ -43,6 +43,7 @@ class DDP(DistributedStrategy, CommHookMixin, DDPStrategy):
 
     capabilities = dataclasses.replace(
         DistributedStrategy.capabilities,
+        can_offload=frozenset({"activations"}),
         averages_whole_gradients=True,
         unsupported_counting=None,
         unsupported_repeat=None,

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from ..checkpoint.rng import include_devices
+from ..contract import Capabilities, EngineStrategy
 
 __all__ = [
     "DP",
@@ -49,9 +50,10 @@ def make_dp(device_type: str, num_devices: int, num_nodes: int, sync_batchnorm: 
     return DP()
 
 
-class DP(SingleDeviceStrategy):
+class DP(EngineStrategy, SingleDeviceStrategy):
     """`single` on the first device, whose training steps are divided among all devices."""
 
+    capabilities = Capabilities(engine_checkpoints=True, unsupported_repeat="DP")
     parallel_devices: tuple[torch.device, ...] = ()
     """Set by Lightning."""
     _parallel: nn.Module | None = None

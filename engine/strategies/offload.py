@@ -9,21 +9,16 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 
-from .dp import DP
-from .fsdp.strategy import FSDP
-from .options import FSDPOptions
-from .ps.strategy import PS
-from .tensor.strategy import TensorParallel
+from ..contract import EngineStrategy
 
 __all__ = ["OffloadActivations", "choose_offload"]
 
 
-def choose_offload(strategy: Strategy, flag: str | Sequence[str] | None) -> bool:
+def choose_offload(strategy: EngineStrategy, flag: str | Sequence[str] | None) -> bool:
     """Makes `strategy` offload parameters if the flag names them; returns whether activations are offloaded.
 
     Raises:
@@ -31,7 +26,7 @@ def choose_offload(strategy: Strategy, flag: str | Sequence[str] | None) -> bool
     """
     names = {flag} if isinstance(flag, str) else set(flag or ())
     if "parameters" in names:
-        if not (isinstance(strategy, FSDP) and isinstance(strategy.options, FSDPOptions)):
+        if "parameters" not in strategy.capabilities.can_offload:
             raise ValueError(
                 "offload='parameters' needs a strategy that shards them, and gathers them when they are used: choose"
                 " 'fsdp', 'hsdp', 'fsdp+tp' or 'hsdp+tp', or leave it out."
@@ -42,18 +37,13 @@ def choose_offload(strategy: Strategy, flag: str | Sequence[str] | None) -> bool
             "offload='optimizer' can't be done alone, since torch's optimizers keep their state beside the parameters:"
             " offload='parameters', under 'fsdp' or 'hsdp', takes it along; under 'zero1' each rank has a part of it."
         )
-    if "activations" not in names:
-        return False
-    can = isinstance(strategy, (SingleDeviceStrategy, DDPStrategy, FSDP, PS)) and not isinstance(
-        strategy, (DP, TensorParallel)
-    )
-    if not can:
+    if "activations" in names and "activations" not in strategy.capabilities.can_offload:
         raise ValueError(
             f"offload='activations' can't be done under {strategy!r}: choose 'single', 'ddp', 'zero1', 'fsdp', 'hsdp',"
             " 'local_sgd', 'diloco' or 'ps', or leave it out. activation_checkpointing saves memory under all of them,"
             " and under 'tp' and 'pp'."
         )
-    return True
+    return "activations" in names
 
 
 # `offload="activations"`: keeps the tensors that backward needs in pinned host memory during each training step.

@@ -83,11 +83,9 @@ class FSDP(UnitSteps):
     capabilities = dataclasses.replace(
         MeshStrategy.capabilities,
         state_is_sharded=True,
+        can_offload=frozenset({"activations", "parameters"}),
         evaluates_in_inference_mode=False,  # FSDP2 reuses the tensors of its first gather
     )
-
-    offloads_parameters = False
-    """Whether parameters, gradients and optimizer state are kept in host memory: see the flag `offload`."""
 
     def __init__(self, options: FSDPOptions, launcher: str = "", comm_hook: CommHook | None = None) -> None:
         # Whole checkpoints, gathered on rank 0: every strategy opens them.

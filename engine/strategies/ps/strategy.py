@@ -349,6 +349,7 @@ class PS(DistributedStrategy, DDPStrategy):
         """See `EngineStrategy`; by the options, and the number of ranks."""
         return dataclasses.replace(
             DistributedStrategy.capabilities,
+            can_offload=frozenset({"activations"}),
             keeps_step=self.options.staleness == 0 and not any(map(self.can_lose, range(self.layout.world_size))),
             unsupported_counting="pushes and pulls by remote calls",
             unsupported_repeat="PS",

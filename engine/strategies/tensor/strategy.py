@@ -88,12 +88,15 @@ class TensorParallel(FSDP):
     """The flag by the class of its options."""
     capabilities = dataclasses.replace(
         FSDP.capabilities,
+        can_offload=frozenset({"parameters"}),
         unsupported_repeat="tensor parallelism",
         unsupported_counting="has its collectives made by DTensor",
     )
 
     def __init__(self, options: Any, launcher: str = "", comm_hook: CommHook | None = None) -> None:
         super().__init__(options, launcher, comm_hook)
+        if not isinstance(options, FSDPOptions):  # no axis shards the parameters
+            self.capabilities = dataclasses.replace(self.capabilities, can_offload=frozenset())
         self._styles: dict[nn.Module, Any] = {}
         self._applied: dict[nn.Module, tuple[Any, set[int]]] = {}
         """The style of each split sub-module, and the keys of the hooks that it has registered."""
