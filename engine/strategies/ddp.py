@@ -235,7 +235,7 @@ class DDP(DistributedStrategy, CommHookMixin, DDPStrategy):
         if not model.require_backward_grad_sync:
             return
         if not self.lightning_module.automatic_optimization:
-            self._check_reduction(model)
+            self.check_reduction()  # before the next step
         else:
             self._checks_unused = False
             # An optimizer that steps within backward, by a hook, has dropped the gradient already.
@@ -250,19 +250,16 @@ class DDP(DistributedStrategy, CommHookMixin, DDPStrategy):
         super().on_train_end()
         if self._bucket_order is not None:
             self._bucket_order.close()
-        if isinstance(self.model, DistributedDataParallel) and self._has_run_backward:
-            self._check_reduction(self.model)
+        if self._has_run_backward:
+            self.check_reduction()
 
     def check_reduction(self) -> None:
         """Names the parameters that had no part in the last backward, if there are any."""
-        if isinstance(self.model, DistributedDataParallel):
-            self._check_reduction(self.model)
-
-    def _check_reduction(self, model: DistributedDataParallel) -> None:
-        """Checks that the last backward has averaged all gradients; in manual optimization, before the next step."""
+        if not isinstance(self.model, DistributedDataParallel):
+            return
         try:
             # torch: the next forward begins with this call.
-            model.reducer._rebuild_buckets()
+            self.model.reducer._rebuild_buckets()
         except RuntimeError as error:
             self._name_unused(error)
             raise

@@ -30,6 +30,7 @@ from ..distributed.object_group import WORLD
 from .ddp import DDP
 from .optimizer_trial import habits_of
 from .options import DEFAULT_BUCKET_MB, DDPOptions
+from .parameter_hooks import call_before_use
 
 __all__ = ["Zero1"]
 
@@ -180,17 +181,7 @@ class Zero1(DDP):
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Called by torch before `optimizer.step`; gradients come with the closure, if there is one."""
         self._stepped = []
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is None:
-            self._set_aside(optimizer)
-            return None
-
-        def then_set_aside() -> Any:
-            loss = closure()
-            self._set_aside(optimizer)
-            return loss
-
-        return args[:1], {**kwargs, "closure": then_set_aside}
+        return call_before_use(self._set_aside, optimizer, args, kwargs)
 
     def _set_aside(self, optimizer: Optimizer) -> None:
         """Hides the gradients of other ranks' parameters: torch's optimizers skip parameters without a gradient."""
