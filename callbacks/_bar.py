@@ -325,6 +325,25 @@ class StockBars:
     """
 
     trainer: Any
+    _enabled = True
+
+    def disable(self) -> None:
+        """Called by Lightning on every rank but 0."""
+        self._enabled = False
+
+    def enable(self) -> None:
+        """Shows the progress again."""
+        self._enabled = True
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether progress is shown; read by `LightningModule.print`."""
+        return self._enabled
+
+    @property
+    def is_disabled(self) -> bool:
+        """Whether nothing is shown."""
+        return not self.is_enabled
 
     @property
     def train_progress_bar(self) -> _BarState:

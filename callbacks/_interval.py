@@ -8,7 +8,9 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-__all__ = ["IntervalCallback", "positive_steps", "sum_over_ranks"]
+from polyphase.engine.flags import check_count
+
+__all__ = ["IntervalCallback", "steps_or_none", "sum_over_ranks"]
 
 
 class IntervalCallback(Callback):
@@ -25,7 +27,7 @@ class IntervalCallback(Callback):
     """
 
     def __init__(self, every_n_steps: int | None = None) -> None:
-        self.every_n_steps = None if every_n_steps is None else positive_steps(every_n_steps, " (None: the trainer's)")
+        self.every_n_steps = steps_or_none(every_n_steps)
         self.last: dict[str, float] = {}
         self._logged_step = 0
 
@@ -61,15 +63,13 @@ class IntervalCallback(Callback):
                     logger.log_metrics(self.last, step=batch_step)
 
 
-def positive_steps(value: int, otherwise: str = "") -> int:
-    """Returns `value` if it is a number of steps.
+def steps_or_none(every_n_steps: int | None) -> int | None:
+    """Returns a number of steps, or None, which stands for the trainer's `log_every_n_steps`.
 
     Raises:
-        ValueError: it is no whole number of at least 1; the message ends with `otherwise`, other allowed values.
+        ValueError: it is no whole number of at least 1.
     """
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"every_n_steps must be a whole number of at least 1{otherwise}, but got {value!r}.")
-    return value
+    return None if every_n_steps is None else check_count("every_n_steps (None: the trainer's)", every_n_steps)
 
 
 def sum_over_ranks(trainer: Trainer, values: Sequence[float]) -> list[float]:

@@ -78,8 +78,7 @@ class CommunicationMonitor(IntervalCallback):
 
     def on_train_batch_start(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         """Starts the time measurement if this step will be logged."""
-        every = self.every_n_steps or trainer.log_every_n_steps  # type: ignore[attr-defined]
-        if self._times or every == 0 or (trainer.global_step + 1) // every == self._logged_step // every:
+        if self._times or not self.is_due(trainer, trainer.global_step + 1):
             return
         hook = _hook(trainer)
         if hook is not None and hook.bucket_times is not None:

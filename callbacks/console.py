@@ -8,7 +8,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar as LightningProgressBar
 
 from ._bar import StockBars, metric_texts, new_values
-from ._interval import positive_steps
+from ._interval import steps_or_none
 from ._screen import can_draw
 from .progress import ProgressBar
 from .throughput import ThroughputMonitor
@@ -40,28 +40,9 @@ class ConsoleLogger(StockBars, LightningProgressBar):
 
     def __init__(self, every_n_steps: int | None = None) -> None:
         super().__init__()
-        self.every_n_steps = None if every_n_steps is None else positive_steps(every_n_steps, " (None: the trainer's)")
-        self._enabled = True
+        self.every_n_steps = steps_or_none(every_n_steps)
         self._metrics_before: dict[str, Any] = {}  # metrics from before the evaluation
         self._printed: dict[str, Any] = {}
-
-    def disable(self) -> None:
-        """Called by Lightning on every rank but 0."""
-        self._enabled = False
-
-    def enable(self) -> None:
-        """Turns printing on."""
-        self._enabled = True
-
-    @property
-    def is_enabled(self) -> bool:
-        """Whether lines are printed; read by `LightningModule.print`."""
-        return self._enabled
-
-    @property
-    def is_disabled(self) -> bool:
-        """Whether printing is turned off."""
-        return not self._enabled
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Starts the clock."""

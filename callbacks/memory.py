@@ -1,15 +1,13 @@
 """`MemoryMonitor`: logs the memory that the ranks use."""
 
 import os
-import resource
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 
-from polyphase.engine.devices import peak_bytes, reset_peak
+from polyphase.engine.devices import host_peak_bytes, peak_bytes, reset_peak
 
 from ._interval import IntervalCallback, sum_over_ranks
 
@@ -62,6 +60,5 @@ def _used_bytes(device: torch.device) -> int:
         return allocated
     try:
         return int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:  # no /proc: use the peak, which getrusage gives in KiB on Linux and in bytes on macOS
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024
+    except OSError:  # no /proc
+        return host_peak_bytes()

@@ -49,7 +49,6 @@ class ProgressBar(StockBars, LightningProgressBar):
             processing_speed="dim", metrics_text_delimiter="  ", metrics_format=".4g"
         )
         self._console_kwargs = console_kwargs or {}
-        self._enabled = True
         self._forget()
 
     def _forget(self) -> None:
@@ -72,19 +71,6 @@ class ProgressBar(StockBars, LightningProgressBar):
     def is_enabled(self) -> bool:
         """Whether the bar is shown; it is not shown on ranks other than 0."""
         return self._enabled and self.refresh_rate > 0
-
-    @property
-    def is_disabled(self) -> bool:
-        """Whether the bar is turned off."""
-        return not self.is_enabled
-
-    def disable(self) -> None:
-        """Called by Lightning on every rank but 0."""
-        self._enabled = False
-
-    def enable(self) -> None:
-        """Turns the bar on."""
-        self._enabled = True
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Disables the bar on every rank but 0, and keeps the lines of all ranks separate from the bar."""

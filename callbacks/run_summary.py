@@ -2,20 +2,17 @@
 
 import inspect
 import os
-import resource
 import shlex
 import sys
-from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, Timer
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from polyphase.engine import devices
+from polyphase.engine.devices import host_peak_bytes, peak_bytes, wait_for
 from polyphase.engine.run_info import header, log_folder, shown_path
 
 from ._bar import duration
@@ -111,12 +108,12 @@ class RunSummary(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Continues the clock."""
         if self._began:
-            _wait_for_device(trainer)
+            wait_for(trainer.strategy.root_device)
             self._started = perf_counter()
 
     def _stop_clock(self, trainer: Trainer) -> None:
         if self._started is not None:
-            _wait_for_device(trainer)
+            wait_for(trainer.strategy.root_device)
             self._elapsed_s += perf_counter() - self._started
             self._started = None
 
@@ -124,7 +121,8 @@ class RunSummary(Callback):
         """Gathers the counts of all ranks: one gather of three numbers."""
         self._stop_clock(trainer)
         waited_s = trainer.data_wait_s - self._waited_s
-        peak = max([_peak_bytes(trainer.strategy.root_device), *_monitored_peaks(trainer)])
+        on_device = peak_bytes(trainer.strategy.root_device)
+        peak = max([host_peak_bytes() if on_device is None else on_device, *_monitored_peaks(trainer)])
         own = _Figures(self._num_samples, waited_s, peak, _stopped_by(trainer))
         self._figures = trainer.all_ranks.all_gather_object(own)
         if trainer.is_global_zero and (reason := _reason(self._figures)) is not None:
@@ -189,35 +187,9 @@ def _say(*lines: str) -> None:
     sys.stdout.flush()
 
 
-def _wait_for_device(trainer: Trainer) -> None:
-    device = trainer.strategy.root_device
-    if device.type != "cpu" and torch.accelerator.is_available():
-        torch.accelerator.synchronize(device)
-
-
 def _monitored_peaks(trainer: Any) -> list[int]:
     """Returns the peaks that each `MemoryMonitor` measured before it reset torch's counter."""
     return [c.largest_bytes for c in trainer.callbacks if isinstance(c, MemoryMonitor)]
-
-
-# --- peak memory
-# Peak memory of this process, on its device or on the host.
-
-
-_STATUS = Path("/proc/self/status")
-
-
-def _peak_bytes(device: torch.device) -> int:
-    """Returns the peak of torch's allocated bytes on `device`; where it counts none, the process's peak on the host."""
-    if (peak := devices.peak_bytes(device)) is not None:
-        return peak
-    try:
-        # Not getrusage: its peak starts with the value of the parent process.
-        (line,) = (line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM:"))
-        return int(line.split()[1]) * 1024
-    except (OSError, ValueError):  # no /proc: getrusage, in KiB on Linux and in bytes on macOS
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024
 
 
 # --- the text at the end of a run

@@ -19,8 +19,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.optim import Optimizer
 from torch.profiler import profile, record_function, schedule
 
+from polyphase.engine.flags import check_count
 from polyphase.engine.foreign import written_beside
-from polyphase.engine.run_info import log_folder, shown_path
+from polyphase.engine.run_info import folder_beside_logs, shown_path
 from polyphase.engine.strategies import adapt
 
 from .run_summary import Summarized
@@ -82,8 +83,7 @@ class TraceProfiler(Summarized):
     ) -> None:
         numbers = {"wait": (wait, 1), "warmup": (warmup, 1), "active": (active, 1), "repeat": (repeat, 0)}
         for name, (value, least) in numbers.items():
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{name} must be a whole number of at least {least}, but got {value!r}.")
+            check_count(name, value, least=least)
         if slow_factor is not None and not slow_factor > 1:
             raise ValueError(f"slow_factor must be a number above 1, or None, but got {slow_factor!r}.")
         self.wait, self.warmup, self.active, self.repeat = wait, warmup, active, repeat
@@ -137,8 +137,7 @@ class TraceProfiler(Summarized):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Starts to check for due traces; sends rank 0's folder of logs to all ranks."""
         self._end()
-        logs = log_folder(trainer) or trainer.default_root_dir
-        folder = trainer.strategy.broadcast(os.path.abspath(os.path.join("." if "://" in logs else logs, "traces")))
+        folder = trainer.strategy.broadcast(folder_beside_logs(trainer, "traces"))
         self.files, self._is_requested = [], False
         self._is_on = not trainer.fast_dev_run  # type: ignore[attr-defined]
         if not self._is_on:

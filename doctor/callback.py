@@ -23,12 +23,12 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from polyphase.callbacks._counts import count_samples
-from polyphase.callbacks._interval import positive_steps
+from polyphase.callbacks._interval import steps_or_none
 from polyphase.callbacks.run_summary import Summarized
 from polyphase.engine.devices import capacity_bytes, peak_bytes
 from polyphase.engine.flags import split_launcher
 from polyphase.engine.phases import PHASES
-from polyphase.engine.run_info import log_folder, shown_path
+from polyphase.engine.run_info import folder_beside_logs, shown_path
 from polyphase.engine.strategies import adapt
 from polyphase.engine.version import __version__
 
@@ -79,7 +79,7 @@ class Doctor(Summarized):
     """
 
     def __init__(self, every_n_steps: int | None = None) -> None:
-        self.every_n_steps = None if every_n_steps is None else positive_steps(every_n_steps, " (None: the trainer's)")
+        self.every_n_steps = steps_or_none(every_n_steps)
         self.last: dict[str, float] = {}
         self._clock: HostClock | None = None
         self._watches: Watches | None = None
@@ -104,10 +104,7 @@ class Doctor(Summarized):
 
     def notes_folder(self, trainer: Any) -> str | None:
         """Returns the folder of the ranks' files; None if nothing is written."""
-        if trainer.fast_dev_run:
-            return None
-        logs = log_folder(trainer) or trainer.default_root_dir
-        return os.path.abspath(os.path.join("." if "://" in logs else logs, "doctor"))
+        return None if trainer.fast_dev_run else folder_beside_logs(trainer, "doctor")
 
     # --- while training
 

@@ -19,7 +19,7 @@ from .interval import RankInfo
 from .records import Run
 from .verdict import Verdict, judge, name
 
-__all__ = ["Comparison", "PhaseChange", "compare_command", "compare_runs"]
+__all__ = ["Comparison", "compare_command", "compare_runs"]
 
 _SAME = 0.02
 """Relative difference below which two runs count as equally fast."""
@@ -48,7 +48,7 @@ _MOVES: dict[str, tuple[str, ...]] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class PhaseChange:
+class _PhaseChange:
     """The time of a phase per unit of work in both runs, mean over ranks."""
 
     phase: str
@@ -80,7 +80,7 @@ class Comparison:
     after: Verdict
     setup: dict[str, tuple[Any, Any]]
     unit: str
-    phases: list[PhaseChange]
+    phases: list[_PhaseChange]
     figures: dict[str, tuple[float | None, float | None]]
 
     @property
@@ -94,7 +94,7 @@ class Comparison:
         """Whether the difference is too small to be significant."""
         return abs(self.speedup - 1.0) < _SAME
 
-    def reasons(self) -> list[PhaseChange]:
+    def reasons(self) -> list[_PhaseChange]:
         """Returns the phases that account for at least a tenth of the difference, in its direction."""
         if self.is_same:
             return []
@@ -131,7 +131,7 @@ def compare_runs(before: Run, after: Run) -> Comparison:
     is_by_sample = None not in samples and samples[0] != samples[1]
     units = samples if is_by_sample else (1.0, 1.0)
     phases = [
-        PhaseChange(
+        _PhaseChange(
             phase,
             _phase_s(first, phase) / (units[0] or 1.0),
             _phase_s(second, phase) / (units[1] or 1.0),
@@ -145,17 +145,17 @@ def compare_runs(before: Run, after: Run) -> Comparison:
     return Comparison(*verdicts, setup, "sample" if is_by_sample else "step", phases, figures)
 
 
-def describe_change(value: tuple[Any, Any]) -> str:
+def _describe_change(value: tuple[Any, Any]) -> str:
     """Formats two values: ``(0, 4)`` -> ``"0 -> 4"``."""
     return " -> ".join("none" if side is None else str(side) for side in value)
 
 
-def phase_text(change: PhaseChange, comparison: Comparison) -> str:
+def phase_text(change: _PhaseChange, comparison: Comparison) -> str:
     """Formats a change: ``"data wait: 50 ms -> 2 ms a step, 96% of the difference; num_workers 0 -> 4"``."""
     total_s = sum(phase.gain_s for phase in comparison.phases)
     text = f"{name(change.phase)}: {1e3 * change.before_s:.3g} ms -> {1e3 * change.after_s:.3g} ms a {comparison.unit}"
     text += f", {change.gain_s / total_s:.0%} of the difference" if total_s else ""
-    related = ", ".join(f"{key} {describe_change(value)}" for key, value in change.related.items())
+    related = ", ".join(f"{key} {_describe_change(value)}" for key, value in change.related.items())
     return f"{text}; {related}" if related else text
 
 
@@ -231,7 +231,7 @@ def _show_comparison(comparison: Comparison, console: Console) -> None:
     if comparison.setup:
         console.print("set up differently:", highlight=False)
         for key, values in comparison.setup.items():
-            console.print(f"  {key}: {describe_change(values)}", highlight=False, markup=False, soft_wrap=True)
+            console.print(f"  {key}: {_describe_change(values)}", highlight=False, markup=False, soft_wrap=True)
     else:
         console.print("set up alike, as far as was noted", highlight=False)
     console.print()

@@ -21,7 +21,7 @@ from .records import newest, read_run
 from .rules import MIN_STEPS, Finding
 from .verdict import Verdict, judge, show
 
-__all__ = ["Remedy", "Trial", "main", "measure", "remedy_of"]
+__all__ = ["Trial", "main", "measure", "remedy_of"]
 
 HELP = """\
 usage: polyphase doctor fit [--steps N] [--try] [--json] FLAGS
@@ -55,7 +55,7 @@ class RunError(RuntimeError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Remedy:
+class _Remedy:
     """Changes to a command.
 
     Args:
@@ -85,7 +85,7 @@ class Trial:
     """
 
     finding: Finding
-    remedy: Remedy | None
+    remedy: _Remedy | None
     before_s: float
     after_s: float | None = None
     error: str = ""
@@ -208,7 +208,7 @@ def _doctor(flags: Iterable[str]) -> list[str]:
     return [] if has_one else ["--callbacks+=Doctor"]
 
 
-def remedy_of(finding: Finding, figures: Figures) -> Remedy | None:
+def remedy_of(finding: Finding, figures: Figures) -> _Remedy | None:
     """Returns the flags that address a finding; None if no flag can.
 
     Args:
@@ -219,16 +219,16 @@ def remedy_of(finding: Finding, figures: Figures) -> Remedy | None:
     strategy = info.strategy.partition(":")[0].partition("+")[0]
     if finding.cause == "slow_loader" and info.num_workers is not None and not finding.ranks:
         spare = max(1, min(8, int(info.num_cpus / max(info.local_ranks, 1)) - 1))
-        return Remedy((f"--data.num_workers={2 * info.num_workers or spare}",))
+        return _Remedy((f"--data.num_workers={2 * info.num_workers or spare}",))
     if finding.cause == "exposed_communication" and info.compression == "none":
         if strategy in ("ddp", "zero1"):
-            return Remedy(("--compression=bf16",), warning="gradients are rounded to 16 bits")
+            return _Remedy(("--compression=bf16",), warning="gradients are rounded to 16 bits")
         if strategy in ("fsdp", "hsdp"):
-            return Remedy(("--precision=bf16-mixed",), warning="it computes in 16 bits")
+            return _Remedy(("--precision=bf16-mixed",), warning="it computes in 16 bits")
     if finding.cause == "slow_logging":
-        return Remedy(("--log_every_n_steps=50",))
+        return _Remedy(("--log_every_n_steps=50",))
     if finding.cause == "thread_oversubscription":
-        return Remedy(environment={"OMP_NUM_THREADS": str(max(1, int(info.num_cpus / max(info.local_ranks, 1))))})
+        return _Remedy(environment={"OMP_NUM_THREADS": str(max(1, int(info.num_cpus / max(info.local_ranks, 1))))})
     return None
 
 

@@ -1,7 +1,10 @@
 """Accelerators of any maker: torch has a module for each kind, such as `torch.cuda` and `torch.xpu`."""
 
+import resource
+import sys
 from collections import defaultdict
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,7 +13,9 @@ from torch import Tensor
 __all__ = [
     "allocated_bytes",
     "capacity_bytes",
+    "host_peak_bytes",
     "in_use",
+    "memory_stats",
     "module_of",
     "multiply",
     "peak_bytes",
@@ -50,6 +55,20 @@ def peak_bytes(device: torch.device) -> int | None:
     """The peak of allocated memory on `device` since `reset_peak`; None if torch does not count it."""
     module = module_of(device)
     return module.max_memory_allocated(device) if hasattr(module, "max_memory_allocated") else None
+
+
+_STATUS = Path("/proc/self/status")
+
+
+def host_peak_bytes() -> int:
+    """The peak of this process's memory on the host."""
+    try:
+        # Not getrusage: its peak starts with the value of the parent process.
+        (line,) = (line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM:"))
+        return int(line.split()[1]) * 1024
+    except (OSError, ValueError):  # no /proc: getrusage, in KiB on Linux and in bytes on macOS
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
 
 
 def allocated_bytes(device: torch.device) -> int:

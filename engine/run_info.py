@@ -13,7 +13,7 @@ from .config import plain_value
 from .distributed.environment import given_seed
 from .version import __version__
 
-__all__ = ["header", "run_parameters", "shown_path"]
+__all__ = ["folder_beside_logs", "header", "log_folder", "run_parameters", "shown_path"]
 
 _GIT_TIMEOUT_S = 5.0
 
@@ -76,6 +76,12 @@ def log_folder(trainer: Any) -> str | None:
         if isinstance(folder, (str, os.PathLike)):
             return os.fspath(folder)
     return None
+
+
+def folder_beside_logs(trainer: Any, name: str) -> str:
+    """Returns the local folder `name` beside the logs; in the working directory if these are at an address."""
+    logs = log_folder(trainer) or trainer.default_root_dir
+    return os.path.abspath(os.path.join("." if "://" in logs else logs, name))
 
 
 def shown_path(path: str) -> str:
