@@ -267,7 +267,7 @@ class Engine(TrainerBase):
         """
         is_folder = huggingface is not None or adapters is not None
         if not is_folder:
-            choose("ending", os.path.splitext(path)[1], {".safetensors": None, ".pt": None})
+            choose("ending", os.path.splitext(path)[1], (".safetensors", ".pt"))
         if huggingface is not None and adapters is not None:
             raise RefusedError("huggingface and adapters write different folders: give one of them.")
         if self.model is None:

@@ -441,9 +441,6 @@ ARGUMENTS: Mapping[str, Mapping[str, str]] = {
         "use_lora": "finetune='lora:rank=8'",
         "use_peft": "finetune='lora:rank=8'",
     },
-    "Polyphase, earlier": {
-        "enable_doctor": "callbacks=[Doctor()]",
-    },
     "Keras and Composer": {
         "grad_accum": "accumulate_grad_batches",
         "max_duration": "max_epochs",

@@ -1,33 +1,23 @@
 """The `polyphase` command: torch is imported only to run a model, after the names of its flags were checked."""
 
-import importlib
 import sys
 from collections.abc import Callable, Sequence
 
 from ..flags import choose
+from ..registration import Reference
 from ..version import __version__
 from .runs import RUNS, check_names, exit_with, print_completion, print_help
 
 __all__ = ["COMMANDS", "main"]
 
 
-def _command(path: str) -> Callable[[Sequence[str]], int]:
-    """Returns a function that imports and calls the function ``"package.module:name"``."""
-
-    def run(words: Sequence[str]) -> int:
-        module, _, name = path.partition(":")
-        return getattr(importlib.import_module(module, __package__), name)(words)
-
-    return run
-
-
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
-    "strategies": _command(".strategies:main"),
-    "init": _command(".init:main"),
-    "launch": _command("..launch.command:main"),
-    "ckpt": _command("..checkpoint.commands:main"),
-    "doctor": _command("polyphase.doctor.command:main"),
-    "stacks": _command("..reliability.stacks:main"),
+    "strategies": Reference(".strategies:main", __name__),
+    "init": Reference(".init:main", __name__),
+    "launch": Reference("..launch.command:main", __name__),
+    "ckpt": Reference("..checkpoint.commands:main", __name__),
+    "doctor": Reference("polyphase.doctor.command:main"),
+    "stacks": Reference("..reliability.stacks:main", __name__),
 }
 """Commands that run no model: each takes its arguments and returns the exit code."""
 

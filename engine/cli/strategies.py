@@ -44,8 +44,6 @@ def main(words: Sequence[str]) -> int:
         elif words[0] in ("-h", "--help"):
             print(HELP, end="")
         elif words[0] == "--explain" and len(words) == 2:
-            if os.getcwd() not in sys.path:
-                sys.path.insert(0, os.getcwd())
             print(explained(words[1]))
         elif len(words) == 1 and not words[0].startswith("-"):
             print("\n".join(_about(words[0])))

@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ..compression.registry import ROWS as HOOKS
 from ..compression.registry import HookRow
-from ..flags import (
-    choose,
-)
+from ..flags import choose
 from ..precision import FLOAT8, PRECISIONS
 from ..registration import STRATEGY_GROUP, Reference, check_new_name, load_plugin
 from .options import (
