@@ -27,11 +27,6 @@ class _Seen(OrderRecord):
         self.ends = array("q")
         """The position in the order after each batch."""
 
-    def note(self, batch: list[Any]) -> None:
-        """Records the next batch."""
-        self.add(batch)
-        self.ends.append(len(self.order))
-
 
 class Watched:
     """Iterates a loader and records its order; the loader keeps its sampler, batch sampler and workers.
@@ -159,7 +154,9 @@ class _NotedIterator:
             self.seen.before = state_before(self._sampler)
         self.is_unread = False
         item = next(self._items)
-        self.seen.note(list(item) if self._takes_batches else [item])
+        seen = self.seen
+        seen.add(list(item) if self._takes_batches else [item])
+        seen.ends.append(len(seen.order))
         return item
 
     def look_ahead(self) -> bool:

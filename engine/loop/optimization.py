@@ -73,11 +73,10 @@ class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpoc
             self.step_guard.close()
             self.step_guard = self.evidence = None
 
-    def run(self, optimizer: Optimizer, batch_idx: int, kwargs: dict[str, Any]) -> dict[str, Any]:
+    def run(self, batch_idx: int, kwargs: dict[str, Any]) -> dict[str, Any]:  # type: ignore[override]
         """Runs one micro-batch, and the optimizer step if it ends a window.
 
         Args:
-            optimizer: the first optimizer.
             batch_idx: index of the micro-batch within the epoch.
             kwargs: arguments of `training_step`, in their order.
         """
@@ -90,15 +89,16 @@ class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpoc
         shortcuts = self._shortcuts
         if shortcuts is None or not shortcuts.is_current():  # a callback may replace any method
             shortcuts = self._shortcuts = Shortcuts(self.trainer)
-        closure = _MicroBatch(self, shortcuts, optimizer, batch_idx, tuple(kwargs.values()))
         hooks = shortcuts.hooks
+        optimizers = hooks.strategy.optimizers
+        closure = _MicroBatch(self, shortcuts, optimizers, batch_idx, tuple(kwargs.values()))
         if closure.ends_window:
             steps = self.optim_progress.optimizer.step
             num_steps = steps.total.completed
             steps.total.ready += 1
             steps.current.ready += 1
-            if len(hooks.strategy.optimizers) == 1:
-                shortcuts.optimizer_step(batch_idx, optimizer, closure)
+            if len(optimizers) == 1:
+                shortcuts.optimizer_step(batch_idx, optimizers[0], closure)
             else:
                 self._step_together(batch_idx, closure)
             steps.total.completed += 1
@@ -108,7 +108,7 @@ class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpoc
             if norm is not None and getattr(hooks.precision, "scaler", None) is None:
                 self.watch.observe(self.trainer, "gradient norm", norm, num_steps)
         elif hooks.strategy.handles_gradient_accumulation:  # its own step decides what to do with the gradients
-            shortcuts.optimizer_step(batch_idx, optimizer, closure)
+            shortcuts.optimizer_step(batch_idx, optimizers[0], closure)
         else:
             with without_sync(hooks.strategy):
                 closure()
@@ -220,13 +220,13 @@ class _MicroBatch(Closure):  # Lightning: it raises an error if the optimizer ha
         self,
         optimization: AutomaticOptimization,
         shortcuts: Shortcuts,
-        optimizer: Optimizer,
+        optimizers: list[Optimizer],
         batch_idx: int,
         arguments: tuple[Any, ...],
     ) -> None:
         self._result = None
         self._optimization = optimization
-        self._optimizer = optimizer
+        self._optimizers = optimizers
         self._batch_idx = batch_idx
         self._arguments = arguments
         self._shortcuts = shortcuts
@@ -244,7 +244,7 @@ class _MicroBatch(Closure):  # Lightning: it raises an error if the optimizer ha
                 self._result = self.closure()
         if self.ends_window and self._shortcuts.calls_after_closure:
             hooks = self._hooks
-            hooks.precision._after_closure(hooks.module, self._optimizer)
+            hooks.precision._after_closure(hooks.module, self._optimizers[0])
         return self._result.loss
 
     def closure(self) -> ClosureResult:
@@ -313,7 +313,7 @@ class _MicroBatch(Closure):  # Lightning: it raises an error if the optimizer ha
             return result
         self._zero_grad(trainer)
         if result.closure_loss is not None:
-            self._hooks.in_hook("backward", self._shortcuts.backward, result.closure_loss, self._optimizer)
+            self._hooks.in_hook("backward", self._shortcuts.backward, result.closure_loss, self._optimizers[0])
             if self.ends_window:
                 optimization.loss_weighting.correct()
         return result
@@ -329,7 +329,7 @@ class _MicroBatch(Closure):  # Lightning: it raises an error if the optimizer ha
         is_announced = not self._shortcuts.skips_zero_grad
         if is_announced:
             trainer.heartbeat.phase = "optimizer"
-        for optimizer in self._hooks.strategy.optimizers:
+        for optimizer in self._optimizers:
             total.ready += 1
             current.ready += 1
             self._hooks.call("on_before_zero_grad", optimizer)

@@ -334,7 +334,6 @@ TrainingEpochLoop.__name__ = _TrainingEpochLoop.__name__  # the name of its entr
 
 _CANCELLED: Any = object()
 """Stands for the outputs of a batch whose `on_train_batch_start` returned -1, which ends the epoch."""
-_NOT_PROFILED = nullcontext()
 
 
 class _Epoch:
@@ -363,12 +362,13 @@ class _Epoch:
         self._training_step: Any = None
         self._skips_validation = False
         self._is_automatic = trainer.lightning_module.automatic_optimization
-        progress = (
-            loop.automatic_optimization.optim_progress.optimizer.step
-            if self._is_automatic
-            else loop.manual_optimization.optim_step_progress
-        )
-        self._steps: Any = progress.total
+        self._optimization: Any
+        if self._is_automatic:
+            self._optimization = loop.automatic_optimization
+            self._steps: Any = loop.automatic_optimization.optim_progress.optimizer.step.total
+        else:
+            self._optimization = loop.manual_optimization
+            self._steps = loop.manual_optimization.optim_step_progress.total
         self._out_of_memory: OutOfMemory | None = loop.automatic_optimization.out_of_memory
         self._repeats_steps: OutOfMemory | RankLoss | None = self._out_of_memory or loop.rank_loss
         self._precision: Any = trainer.precision_plugin
@@ -552,10 +552,11 @@ class _Epoch:
                 self._training_step, self._has_idx = step, is_param_in_hook_signature(step, "batch_idx", min_args=2)
             if self._has_idx:
                 kwargs["batch_idx"] = batch_idx
-        with self._trainer.profiler.profile("run_training_batch") if hooks.is_profiled else _NOT_PROFILED:
-            if self._is_automatic:
-                return loop.automatic_optimization.run(hooks.strategy.optimizers[0], batch_idx, kwargs)
-            return loop.manual_optimization.run(kwargs)
+        arguments = (batch_idx, kwargs) if self._is_automatic else (kwargs,)
+        if not hooks.is_profiled:
+            return self._optimization.run(*arguments)
+        with self._trainer.profiler.profile("run_training_batch"):
+            return self._optimization.run(*arguments)
 
     def _check_may_skip(self, batch_idx: int) -> None:
         if self._trainer.world_size > 1:
