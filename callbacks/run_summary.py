@@ -286,7 +286,7 @@ def _to_go_on(trainer: Any, path: str | None) -> list[str]:
     limit = _limit(trainer)
     if limit and any(hasattr(config.scheduler, "total_steps") for config in trainer.lr_scheduler_configs):
         return []  # torch: OneCycleLR refuses to take more steps than it was made for
-    if trainer.flags.get("resume") == "auto":
+    if trainer.config.resume == "auto":
         return [f"to go on: run it again{f' with a larger {limit}' if limit else ''} (resume='auto')"]
     if path is None:
         return []

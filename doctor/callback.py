@@ -336,7 +336,7 @@ class Doctor(Summarized):
 def _describe(trainer: Any) -> RankInfo:
     """Returns the first line of this rank's file: where and how the rank runs."""
     loader, device, dtype = trainer.train_dataloader, trainer.strategy.root_device, dtype_of(trainer)
-    flag = trainer.flags.get("strategy")
+    flag = trainer.config.strategy
     name = flag.partition(":")[0] if isinstance(flag, str) and flag != "auto" else repr(trainer.strategy).strip("'")
     return RankInfo(
         rank=trainer.global_rank,
@@ -360,7 +360,7 @@ def _describe(trainer: Any) -> RankInfo:
         lr_interval_steps=lr_interval_steps(trainer),
         unfused_optimizer=unfused_optimizer(trainer),
         accumulate_grad_batches=trainer.accumulate_grad_batches,
-        compression=str(trainer.flags.get("compression") or "none"),
+        compression=trainer.config.compression,
         loggers=[type(logger).__name__ for logger in trainer.loggers],
         started_at=time.time(),
         flags=trainer.config.as_plain,

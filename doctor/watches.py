@@ -322,7 +322,7 @@ class _ReadWatch:
     """
 
     def __init__(self, trainer: Any) -> None:
-        self.may = trainer.strategy.root_device.type != "cpu" and not trainer.flags.get("compile")
+        self.may = trainer.strategy.root_device.type != "cpu" and not trainer.config.compile
         self._next = 0
         self._mode: _Reads | None = None
         self._counts: dict[str, int] = {}
@@ -381,7 +381,7 @@ class _CompressionWatch:
 
     def __init__(self, trainer: Any) -> None:
         others = any(isinstance(callback, CommunicationMonitor) for callback in trainer.callbacks)
-        is_off = trainer.world_size == 1 or others or trainer.flags.get("compression") in (None, "none")
+        is_off = trainer.world_size == 1 or others or trainer.config.compression == "none"
         self._hook: Any = None if is_off else adapt(trainer.strategy).active_hook
         self._wires = [] if self._hook is None else list(adapt(trainer.strategy).wires)
         self._is_timed = False

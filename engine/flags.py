@@ -173,6 +173,11 @@ class Layout:
         return dataclasses.asdict(self)
 
     @property
+    def split_axes(self) -> dict[str, int]:
+        """Size by axis name, without the axes of size 1."""
+        return {axis: size for axis, size in self.axes.items() if size > 1}
+
+    @property
     def world_size(self) -> int:
         """Number of processes: the product of all axes."""
         return math.prod(self.axes.values())
@@ -183,7 +188,7 @@ class Layout:
         return self.tp * self.cp
 
     def __str__(self) -> str:
-        return " x ".join(f"{axis}={size}" for axis, size in self.axes.items() if size > 1) or "one device"
+        return " x ".join(f"{axis}={size}" for axis, size in self.split_axes.items()) or "one device"
 
     @classmethod
     def derive(cls, world_size: int, *, rest: Axis, **sizes: int | None) -> "Layout":

@@ -26,7 +26,7 @@ def header(trainer: Any) -> str:
     """
     seed = given_seed()
     folder = log_folder(trainer)
-    compression = trainer.flags.get("compression", "none")
+    compression = trainer.config.compression
     parts = [
         f"polyphase {__version__}",
         _strategy(trainer),
@@ -40,7 +40,7 @@ def header(trainer: Any) -> str:
 
 
 def _strategy(trainer: Any) -> str:
-    flag = trainer.flags.get("strategy")
+    flag = trainer.config.strategy
     name = str(flag).partition(":")[0] if isinstance(flag, str) and flag != "auto" else _name_of(trainer)
     sizes = "" if trainer.world_size == 1 else f", {trainer.layout}"
     return f"{name}{sizes} on {trainer.strategy.root_device.type}"

@@ -228,12 +228,12 @@ class TrainerBase(Trainer):
     @property
     def data_size(self) -> int:
         """The number of ranks with different samples, connected or not."""
-        return self.engine_strategy.data_size
+        return 1 if self.world_size == 1 else self.engine_strategy.data_size
 
     @property
     def data_rank(self) -> int:
         """The index of this rank among the ranks with different samples."""
-        return self.engine_strategy.data_rank
+        return 0 if self.world_size == 1 else self.engine_strategy.data_rank
 
     @property
     def all_ranks(self) -> ObjectGroup:

@@ -39,7 +39,7 @@ def attach_log(module: LightningModule, connector: LoggerConnector) -> None:
     if is_lightnings(type(module).log) and "log" not in module.__dict__:
         replacement = Log(module, connector)
         # Disabled for the compiler, it breaks the graph of a step at the user's line, not in this file.
-        is_compiled = bool(connector.trainer.flags["compile"])  # type: ignore[attr-defined]
+        is_compiled = bool(connector.trainer.config.compile)  # type: ignore[attr-defined]
         module.__dict__["log"] = replacement.outside_of_graph if is_compiled else replacement
 
 

@@ -75,7 +75,6 @@ from .run_state import (
     STRATEGY,
     RunState,
     end_last_epoch,
-    layout_of,
     to_last_step,
 )
 
@@ -214,7 +213,7 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
         return {
             "step": checkpoint["global_step"],
             "epoch": checkpoint["epoch"],
-            "layout": layout_of(self.trainer),
+            "layout": self._strategy.layout.split_axes,
             "world_size": self.trainer.world_size,
             "versions": {"polyphase": __version__, "lightning": lightning_version, "torch": str(torch.__version__)},
             "kind": kind,
@@ -458,7 +457,7 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
                 template,
                 leave_out=needless,
                 weights_only=weights_only,
-                layout=layout_of(self.trainer),
+                layout=self._strategy.layout.split_axes,
                 own=(STRATEGY,),
             )
         )

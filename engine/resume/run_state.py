@@ -30,7 +30,6 @@ __all__ = [
     "STRATEGY",
     "RunState",
     "end_last_epoch",
-    "layout_of",
     "to_last_step",
 ]
 
@@ -100,7 +99,7 @@ class _GlobalBatch:
     def shared(self) -> dict[str, Any]:
         return {
             "world_size": self._trainer.world_size,
-            "layout": layout_of(self._trainer),
+            "layout": self._trainer.layout.split_axes,
             "accumulate_grad_batches": self._trainer.accumulate_grad_batches,
             "accumulation_asked": self._asked,
         }
@@ -231,7 +230,7 @@ class _Norms:
     def restore(self, saved: _Saved) -> None:
         """Chooses those that `set` sets: of another layout, rank 0's."""
         ranks = saved["ranks"]
-        rank = self._trainer.global_rank if saved["layout"] == layout_of(self._trainer) else 0
+        rank = self._trainer.global_rank if saved["layout"] == self._trainer.layout.split_axes else 0
         self._saved = ranks[rank].get("norms", {})
 
     def set(self, norms: dict[int, Tensor]) -> None:
@@ -261,7 +260,7 @@ class _RandomState:
         """Chooses the state that `set` sets: ranks that share samples have the same."""
         trainer, ranks = self._trainer, saved["ranks"]
         drawing, data_rank = _with_samples(saved), trainer.data_rank
-        if saved["layout"] == layout_of(trainer):
+        if saved["layout"] == trainer.layout.split_axes:
             self._saved = ranks[trainer.global_rank]["random"]
         else:
             self._saved = ranks[drawing[data_rank]]["random"] if data_rank < len(drawing) else None
@@ -305,7 +304,7 @@ class _StrategyState:
         if STRATEGY not in saved:
             return
         trainer = self._trainer
-        is_same = (saved["world_size"], saved["layout"]) == (trainer.world_size, layout_of(trainer))
+        is_same = (saved["world_size"], saved["layout"]) == (trainer.world_size, trainer.layout.split_axes)
         of_rank = saved["ranks"][trainer.global_rank][STRATEGY] if is_same else {}
         trainer.engine_strategy.load_state(saved[STRATEGY], of_rank)
 
@@ -401,11 +400,6 @@ def _tracking(module: LightningModule) -> list[tuple[str, bool]]:
 
 def _changed(now: dict[str, bool], first: dict[str, bool], before: dict[str, bool]) -> dict[str, bool]:
     return {name: value for name, value in now.items() if value != first.get(name, value) or name in before}
-
-
-def layout_of(trainer: Any) -> dict[str, int]:
-    """Returns the sizes of the mesh's axes, without those of size 1."""
-    return {axis: size for axis, size in trainer.engine_strategy.layout.axes.items() if size > 1}
 
 
 def to_last_step(loops: dict[str, Any], engine_state: dict[str, Any]) -> Literal["end", "nothing"] | None:

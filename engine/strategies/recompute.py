@@ -431,7 +431,7 @@ class RecomputeBlocks(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Resets the check, since the validation before training has called the blocks."""
-        self._is_checked = bool(trainer.flags["compile"])  # type: ignore[attr-defined]  # which hides the calls
+        self._is_checked = bool(trainer.config.compile)  # type: ignore[attr-defined]  # which hides the calls
         for recomputed in self._wrapped.values():
             recomputed.was_called = False
 
