@@ -260,20 +260,9 @@ def _targets(module: nn.Module, text: str) -> list[str]:
     if text == _ALL:
         # The output projection of nn.MultiheadAttention is read, and never called.
         linears = {name: part for name, part in linears.items() if not _reader_of(module, name)}
-        blocks = [*named_blocks(module), *(block for _, blocks in block_lists(module) for block in blocks)]
-        parts = {part for block in blocks for part in block.modules()}
-        chosen = [name for name, part in linears.items() if part in parts] or list(linears)
+        chosen = _in_blocks(module, linears) or list(linears)
     else:
-        chosen = []
-        for name in text.split("+"):
-            matching = [linear for linear in linears if linear == name or linear.endswith(f".{name}")]
-            if not matching:
-                last = list(dict.fromkeys(linear.rpartition(".")[2] for linear in linears))
-                raise ValueError(
-                    f"lora:targets has {name!r}, but {kind} has no linear layer of that name.{did_you_mean(name, last)}"
-                    f" It has: {', '.join(last) or 'none'}."
-                )
-            chosen += matching
+        chosen = [layer for name in text.split("+") for layer in _named(name, linears, kind)]
     if not chosen:
         raise ValueError(f"finetune='lora' adds to linear layers, and {kind} has none.")
     for name in chosen:
@@ -288,6 +277,24 @@ def _targets(module: nn.Module, text: str) -> list[str]:
                 " lora:targets."
             )
     return list(dict.fromkeys(chosen))
+
+
+def _in_blocks(module: nn.Module, linears: dict[str, nn.Module]) -> list[str]:
+    blocks = [*named_blocks(module), *(block for _, blocks in block_lists(module) for block in blocks)]
+    parts = {part for block in blocks for part in block.modules()}
+    return [name for name, part in linears.items() if part in parts]
+
+
+def _named(name: str, linears: dict[str, nn.Module], kind: str) -> list[str]:
+    """The layers whose name is, or ends with, a name of the flag."""
+    matching = [linear for linear in linears if linear == name or linear.endswith(f".{name}")]
+    if not matching:
+        last = list(dict.fromkeys(linear.rpartition(".")[2] for linear in linears))
+        raise ValueError(
+            f"lora:targets has {name!r}, but {kind} has no linear layer of that name.{did_you_mean(name, last)}"
+            f" It has: {', '.join(last) or 'none'}."
+        )
+    return matching
 
 
 def _reader_of(module: nn.Module, name: str) -> str:
