@@ -63,7 +63,7 @@ class ConsoleLogger(StockBars, LightningProgressBar):
         if step % every == 0 or step == self._last_step:
             self._printed_step = step
             metrics = self._new(trainer, self.get_metrics(trainer, pl_module))
-            self._print(self._progress(trainer), self._values(metrics), self._speed(trainer))
+            self._print(self._progress(trainer), *metric_texts(metrics), self._speed(trainer))
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Remembers the metrics from before the validation."""
@@ -72,7 +72,8 @@ class ConsoleLogger(StockBars, LightningProgressBar):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Prints the metrics of a validation during training."""
         if self._enabled and trainer.state.fn == "fit" and not trainer.sanity_checking:
-            self._print(f"validation after step {trainer.global_step}", self._evaluated(trainer))
+            logged, self._metrics_before = new_values(trainer.callback_metrics, self._metrics_before), {}
+            self._print(f"validation after step {trainer.global_step}", *metric_texts(self._new(trainer, logged)))
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Prints if enabled; `LightningModule.print` calls it."""
@@ -104,15 +105,6 @@ class ConsoleLogger(StockBars, LightningProgressBar):
         old = logged.keys() - new_values(logged, self._printed)
         self._printed.update({name: logged[name] for name in metrics if name in logged})
         return {name: value for name, value in metrics.items() if name not in old}
-
-    def _evaluated(self, trainer: Trainer) -> str:
-        """Formats the metrics that the evaluation logged."""
-        before, self._metrics_before = self._metrics_before, {}
-        return self._values(self._new(trainer, new_values(trainer.callback_metrics, before)))
-
-    @staticmethod
-    def _values(metrics: dict[str, Any]) -> str:
-        return "  ".join(metric_texts(metrics))
 
 
 def default_progress_bar() -> LightningProgressBar:

@@ -122,7 +122,9 @@ class RunSummary(Callback):
         self._stop_clock(trainer)
         waited_s = trainer.data_wait_s - self._waited_s
         on_device = peak_bytes(trainer.strategy.root_device)
-        peak = max([host_peak_bytes() if on_device is None else on_device, *_monitored_peaks(trainer)])
+        # Each `MemoryMonitor` resets torch's counter when it has read it.
+        monitored = [callback.largest_bytes for callback in trainer.callbacks if isinstance(callback, MemoryMonitor)]
+        peak = max([host_peak_bytes() if on_device is None else on_device, *monitored])
         own = _Figures(self._num_samples, waited_s, peak, _stopped_by(trainer))
         self._figures = trainer.all_ranks.all_gather_object(own)
         if trainer.is_global_zero and (reason := _reason(self._figures)) is not None:
@@ -185,11 +187,6 @@ def _say(*lines: str) -> None:
     # Not with print(), which programs and tests replace to capture the module's own output.
     sys.stdout.write("".join(f"{line}\n" for line in lines))
     sys.stdout.flush()
-
-
-def _monitored_peaks(trainer: Any) -> list[int]:
-    """Returns the peaks that each `MemoryMonitor` measured before it reset torch's counter."""
-    return [c.largest_bytes for c in trainer.callbacks if isinstance(c, MemoryMonitor)]
 
 
 # --- the text at the end of a run

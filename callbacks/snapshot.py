@@ -127,12 +127,11 @@ class Snapshot(Callback):
         if save_now or (self.every_n_steps and trainer.global_step % self.every_n_steps == 0):
             self._save(trainer)
         # The ranks' clocks differ, so rank 0 decides, and all ranks agree on a step.
-        elif self.every_minutes and trainer.is_global_zero and self._minutes_since_save() >= self.every_minutes:
-            self._saved_at = time.monotonic()
-            trainer.request_snapshot()
-
-    def _minutes_since_save(self) -> float:
-        return (time.monotonic() - self._saved_at) / 60
+        elif self.every_minutes and trainer.is_global_zero:
+            now = time.monotonic()
+            if now - self._saved_at >= 60 * self.every_minutes:
+                self._saved_at = now
+                trainer.request_snapshot()
 
     def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
         """Saves the end of the run."""

@@ -9,7 +9,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -179,8 +179,10 @@ def measure(flags: Sequence[str], steps: int, environment: Mapping[str, str] | N
     """
     from polyphase.engine.distributed.environment import environment_with
 
+    has_doctor = any(flag.rpartition("=")[2].rpartition(".")[2] == "Doctor" for flag in flags)
+    doctor = [] if has_doctor else ["--callbacks+=Doctor"]
     with tempfile.TemporaryDirectory(prefix="polyphase-doctor-") as folder:
-        words = [*flags, *_doctor(flags), f"--max_steps={steps}", "--max_epochs=-1", f"--default_root_dir={folder}"]
+        words = [*flags, *doctor, f"--max_steps={steps}", "--max_epochs=-1", f"--default_root_dir={folder}"]
         command = [sys.executable, "-m", "polyphase.engine", "fit", *words]
         done = subprocess.run(
             command,
@@ -201,11 +203,6 @@ def measure(flags: Sequence[str], steps: int, environment: Mapping[str, str] | N
             return judge(read_run(newest(folder)))
         except (OSError, ValueError) as error:
             raise RunError(f"the run noted nothing ({error}):\n{output}") from error
-
-
-def _doctor(flags: Iterable[str]) -> list[str]:
-    has_one = any(flag.rpartition("=")[2].rpartition(".")[2] == "Doctor" for flag in flags)
-    return [] if has_one else ["--callbacks+=Doctor"]
 
 
 def remedy_of(finding: Finding, figures: Figures) -> _Remedy | None:

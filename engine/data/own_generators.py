@@ -180,11 +180,6 @@ def _followed(names: Iterable[Any], values: list[Any]) -> list[tuple[Any, int]]:
     return [(name, id(value)) for name, value in named if not isinstance(value, _PLAIN)]
 
 
-def _own_generators(data: Any) -> dict[str, Any]:
-    """Returns the generators of a data set, by the path of attributes to them."""
-    return _search(data)[0]
-
-
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, (list, tuple)):
         yield from ((str(i), item) for i, item in enumerate(value[:_MOST]))
@@ -212,7 +207,7 @@ def set_own_states(data: Any, states: dict[str, Any]) -> None:
     """Sets the generators of a data set to a result of `OwnGenerators.states`; creates those that it lacks so far."""
     if not states:
         return
-    generators = _own_generators(data)
+    generators, _ = _search(data)
     for path, state in states.items():
         if path in generators:
             _set(generators[path], state)

@@ -154,7 +154,7 @@ class LoggerConnector(_LoggerConnector):  # Lightning: Trainer._logger_connector
         on_step = self._first_loop_iter is not None
         results = self.trainer._results
         assert results is not None
-        if not on_step and not self._is_single_rank and _has_unreduced(results):
+        if not on_step and not self._is_single_rank and any(map(_is_synced, _unreduced(results).values())):
             self._reduce()  # read in the hook that logged it
         metrics = _METRICS(callback={}, log={}, pbar={})
         for _, item in results.valid_items():
@@ -313,11 +313,6 @@ def _is_synced(item: _ResultMetric) -> bool:
 
 def _unreduced(results: _ResultCollection) -> dict[str, _ResultMetric]:
     return {key: item for key, item in results.valid_items() if item.meta.on_epoch and item._computed is None}
-
-
-def _has_unreduced(results: _ResultCollection) -> bool:
-    """Whether there are values that are not reduced yet."""
-    return any(map(_is_synced, _unreduced(results).values()))
 
 
 def _reduce_results(

@@ -287,12 +287,11 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
             except CheckpointError as error:
                 taken = str(error)
         of_ranks = self.saver.gather(("" if poison is None else str(poison), taken))
-        poisons = [text for text, _ in of_ranks if text]
-        taken = next((text for _, text in of_ranks if text), "")
-        if not poisons and not taken:
+        poisoned, taken = (next(filter(None, texts), "") for texts in zip(*of_ranks, strict=True))
+        if not poisoned and not taken:
             return True
-        if self.is_ending or (poisons and poison is None):  # another rank is about to raise it
-            rank_zero_warn(f"{path} is not saved: {poisons[0] if poisons else taken}")
+        if self.is_ending or (poisoned and poison is None):  # another rank is about to raise it
+            rank_zero_warn(f"{path} is not saved: {poisoned or taken}")
             return False
         if poison is not None:
             raise NonFiniteError(f"{path} is not saved: {poison}", poison.rank)
