@@ -147,18 +147,14 @@ def plan(point: str, draw: random.Random, strategy: str = "ddp") -> Plan:
 
 
 class Recorder(LightningModule):
-    """Writes a line for each batch: epoch, optimizer step, number of ranks, its own, and the numbers of its samples."""
+    """Writes a line for each batch: epoch, optimizer step, number of ranks, and the numbers of its samples."""
 
     def __init__(self, folder: Path | None, dropout: float = 0.3) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.folder = folder
-        self.own = 0
         layers = (nn.Linear(8, 16), nn.Tanh(), nn.Dropout(dropout), nn.Linear(16, 16), nn.Linear(16, 1))
         self.net = nn.Sequential(*layers)
-
-    def on_train_start(self) -> None:
-        self.own = self.global_rank
 
     def note(self, *words: Any) -> None:
         if self.folder is not None:
@@ -169,7 +165,7 @@ class Recorder(LightningModule):
         numbers, inputs, targets = batch
         if not self.trainer.is_filler(batch_idx):
             place = self.current_epoch, self.global_step, self.trainer.world_size
-            self.note("samples", *place, self.own, *numbers.tolist())
+            self.note("samples", *place, *numbers.tolist())
         loss = self.loss(inputs, targets)
         self.log("loss", loss, on_step=False, on_epoch=True, sync_dist=True)
         return loss
@@ -348,7 +344,7 @@ def storm(run: Plan, folder: Path) -> Verdict:
     except Exception as error:
         verdict.ended, verdict.is_hung = str(error)[-2000:], "no progress" in str(error)
     verdict.left_running = len(set(psutil.Process().children(recursive=True)) - others)
-    lines = [json.loads(line) for path in folder.glob("lines-*") for line in path.read_text().splitlines()]
+    lines = list(_read(folder))
     kills = [float(line) for line in _lines(folder / "kills")]
     verdict.num_kills = len(kills)
     if verdict.ended or verdict.is_hung:
@@ -377,6 +373,15 @@ def _limit(longest_s: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+def _read(folder: Path) -> Iterator[list[Any]]:
+    """The lines of all ranks; those of samples with the rank after the number of ranks."""
+    ranks = {path.read_text(): int(path.name.removeprefix("pid-")) for path in folder.glob("pid-*")}
+    for path in folder.glob("lines-*"):
+        own = ranks[path.name.removeprefix("lines-")]
+        for line in map(json.loads, path.read_text().splitlines()):
+            yield [*line[:4], own, *line[4:]] if line[0] == "samples" else line
 
 
 def _lines(path: Path) -> list[str]:
