@@ -475,9 +475,9 @@ class DistributedStrategy(EngineStrategy):
         strategy: Any = self
         # Under torchrun or SLURM the processes exist already: they run the same script with the same suffix.
         if start_method == "popen" or environment.creates_processes_externally:
-            strategy._launcher = ScriptLauncher(strategy, environment, num_processes, num_nodes)
+            self._launcher: Any = ScriptLauncher(strategy, environment, num_processes, num_nodes)
         elif start_method in mp.get_all_start_methods():
-            strategy._launcher = WorkerLauncher(strategy, start_method=start_method)
+            self._launcher = WorkerLauncher(strategy, start_method=start_method)
         else:
             raise ValueError(
                 f"strategy {self!r}: process forking is not supported on this platform; choose the suffix _spawn, or"

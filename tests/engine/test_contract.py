@@ -76,8 +76,12 @@ def test_others_have_the_capabilities_of_stock_lightning(strategy, is_saved_for)
     assert isinstance(answers, EngineStrategy)
     assert repr(answers) == repr(name)
     averages = isinstance(strategy, DDPStrategy)
+    offloads = {"activations"} if isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)) else ()
     assert answers.capabilities == Capabilities(
-        engine_checkpoints=is_saved_for, averages_whole_gradients=averages, unsupported_repeat=name
+        engine_checkpoints=is_saved_for,
+        can_offload=frozenset(offloads),
+        averages_whole_gradients=averages,
+        unsupported_repeat=name,
     )
     assert answers.comm_hook is None
     assert (answers.wires, answers.lost_ranks, answers.held_bytes) == ([], frozenset(), 0)
