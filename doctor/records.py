@@ -33,7 +33,7 @@ MAX_INTERVALS = 512
 """Largest number of lines of a rank, without the first; each has about 1 KB."""
 
 # Others may have written the file: neither its size nor a number in it makes the reader take more memory.
-_MOST_BYTES = 1 << 26
+_MOST_BYTES = 1 << 23
 _MOST_RANKS = 1 << 20
 _MOST = 1e18
 """Larger numbers in a file are no measurements."""
@@ -158,6 +158,7 @@ def read_run(folder: str) -> Run:
     for path in folders:
         names = sorted(os.listdir(path)) if os.path.isdir(path) else []
         names = [name for name in names if name.startswith("rank_") and name.endswith(".jsonl")]
+        names = [name for name in names if os.path.exists(os.path.join(path, name))]  # no link to nothing
         if names:
             return _run(_read_rank(os.path.join(path, name)) for name in names)
     raise FileNotFoundError(
@@ -170,7 +171,8 @@ def newest(folder: str) -> str:
     """Returns the folder of the latest run in or below `folder`; `folder` itself if there is none."""
     run_folders = []
     for path, folders, files in os.walk(folder):
-        run_folders += [path for file in files if file == "rank_0.jsonl"]
+        if "rank_0.jsonl" in files and os.path.exists(os.path.join(path, "rank_0.jsonl")):  # no link to nothing
+            run_folders.append(path)
         depth = os.path.relpath(path, folder).count(os.sep)
         folders[:] = [] if depth > 2 else sorted(folders)
     return max(run_folders, key=lambda path: os.path.getmtime(os.path.join(path, "rank_0.jsonl")), default=folder)

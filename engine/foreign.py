@@ -109,14 +109,18 @@ def written_beside(path: str) -> Iterator[str]:
         os.replace(os.path.join(own, name), path)
 
 
-def for_terminal(text: str) -> str:
-    """Returns a text without commands for a terminal: each control is written as Python writes it in a string."""
-    return NOT_SHOWN.sub(lambda control: control[0].encode("unicode_escape").decode(), text)
+def for_terminal(text: str, *, has_lines: bool = False) -> str:
+    """Returns a text without commands for a terminal: each control is written as Python writes it in a string.
+
+    So is a new line, which the name of a file may have, unless the text `has_lines`.
+    """
+    shown = NOT_SHOWN.sub(lambda control: control[0].encode("unicode_escape").decode(), text)
+    return shown if has_lines else shown.replace("\n", "\\n")
 
 
 def for_html(text: object) -> str:
     """Returns a text for a page, in which it is neither markup nor a command for a terminal that shows the page."""
-    return html.escape(for_terminal(str(text)))
+    return html.escape(for_terminal(str(text), has_lines=True))
 
 
 # Checks that a value which was read from a file has a declared type: Python's annotations, with ranges.

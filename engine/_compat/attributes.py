@@ -107,7 +107,6 @@ ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
         "_functorch",
         "_has_compatible_shallow_copy_type",
     ),
-    "torch._weights_only_unpickler": ("_get_allowed_globals",),
     "torch._C": ("_current_graph_task_id", "_disabled_torch_function_impl"),
     "torch:Tensor": ("_backward_hooks", "_base", "_is_view", "_make_wrapper_subclass", "_post_accumulate_grad_hooks"),
     "torch:UntypedStorage": ("_cdata",),

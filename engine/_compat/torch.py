@@ -4,7 +4,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torch import _weights_only_unpickler
     from torch._C import _distributed_c10d
     from torch._dynamo import OptimizedModule
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -60,7 +59,6 @@ __all__ = [
     "_muon",
     "_reparametrize_module",
     "_utils",
-    "_weights_only_unpickler",
     "manual_seed",
     "match_one_event",
     "tree_flatten",
@@ -100,7 +98,6 @@ HOMES = {
     "_muon": "torch.optim",
     "_reparametrize_module": "torch.nn.utils.stateless",
     "_utils": "torch.utils.data",
-    "_weights_only_unpickler": "torch",
     "manual_seed": "torch.distributed.tensor._random",
     "match_one_event": "torch.distributed.flight_recorder.components.utils",
     "tree_flatten": "torch.utils._pytree",

@@ -311,11 +311,11 @@ def _check_exists(path: str) -> None:
         return
     folder, name = os.path.split(fs_path)
     beside = [os.path.basename(entry) for entry in fs.ls(folder, detail=False)] if fs.isdir(folder) else []
-    raise ValueError(f"There is nothing at {path}.{did_you_mean(name, beside, str)}")
+    raise ValueError(f"There is nothing at {path}.{did_you_mean(name, beside, for_terminal)}")
 
 
 def _complain(error: Exception, status: int) -> int:
-    print(for_terminal(f"polyphase: error: {error}"), file=sys.stderr)
+    print(for_terminal(f"polyphase: error: {error}", has_lines=True), file=sys.stderr)
     return status
 
 

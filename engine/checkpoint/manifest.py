@@ -67,7 +67,7 @@ _RESERVED = re.compile(r"\.(lock|run\.json.*|index\.jsonl.*|polyphase|(saving|re
 _SET_ASIDE = re.compile(r"\.damaged-[0-9a-f]{12}$")
 """The end of the names that `publish` gives to damaged checkpoints."""
 # A manifest is read whole before anything of it can be trusted; two files of each rank are named.
-_MOST_BYTES = 1 << 26
+_MOST_BYTES = 1 << 24
 _MOST_TIME_S = 253402300799
 """The end of the year 9999, the last that all systems can print."""
 

@@ -162,6 +162,7 @@ def _is_torchs_list(stream: Any, start: int) -> bool:
 def pickle_in(stream: Any) -> bytes:
     """Returns the pickle of a file of `torch.save`; raises the errors of `check_archive`."""
     info = check_archive(stream)
+    del info.CRC  # it is checked elsewhere, and a file may have been written without
     with zipfile.ZipFile(stream) as archive:
         return archive.read(info)
 

@@ -6,7 +6,6 @@ import pickle
 import re
 import zipfile
 from collections.abc import Callable
-from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,21 +20,20 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from .._compat.torch import _weights_only_unpickler
 from ..foreign import open_plain
 from .checked_io import resolve
 from .content import check_state
 from .errors import CheckpointError, damage
 from .manifest import parse_manifest
+from .pickle_cost import check_cost
 from .publish import writing_file
-from .single_file import HEAD, MANIFEST_KEY, OURS, check_archive, wrong_in
+from .single_file import HEAD, MANIFEST_KEY, OURS, pickle_in, wrong_in
 from .state_tree import NAMES, all_by_name, excess, join, like, mapped, split, structure_of, to_lightning
 from .strided_shards import reading_plan
 
 __all__ = [
     "PICKLE",
     "NotPlainError",
-    "bound_calls",
     "check_file_state",
     "load_archive",
     "names_in",
@@ -188,12 +186,16 @@ def load_archive(
     size = pickled_bytes = stream.seek(0, os.SEEK_END)
     stream.seek(0)
     try:
-        if stream.read(len(HEAD)) == HEAD:  # older files of torch.save are one pickle
-            pickled_bytes = check_archive(stream).file_size
+        pickled = stream  # older files of torch.save are no archive
+        if stream.read(len(HEAD)) == HEAD:
+            pickled = io.BytesIO(pickle_in(stream))
+            pickled_bytes = pickled.getbuffer().nbytes
+        pickled.seek(0)
+        if weights_only is not False:
+            check_cost(pickled, pickled_bytes)
     except (zipfile.BadZipFile, ValueError) as error:
         raise damage(path, f"{name} can't be read: {error}") from None
     stream.seek(0)
-    bound_calls()
     try:
         source = stream if mapped_path is None else mapped_path
         value = torch.load(source, map_location=map_location, weights_only=weights_only, mmap=mapped_path is not None)
@@ -208,27 +210,6 @@ def load_archive(
     if wrong:
         raise damage(path, f"{name} {wrong}")
     return value
-
-
-@cache
-def bound_calls() -> None:
-    """Bounds the functions that torch's unpickler of plain values calls with any arguments that a file has.
-
-    A codec may take hours for a short text, or double it each time, and `bytearray` takes a number of bytes to fill.
-    """
-    allowed = _weights_only_unpickler._get_allowed_globals()
-    allowed.update({"_codecs.encode": _encode, "builtins.bytearray": _bytearray})
-
-
-def _encode(text: Any, encoding: Any) -> bytes:
-    """Returns the bytes that pickle has written as a text."""
-    if type(text) is not str or encoding not in ("latin1", "latin-1"):
-        raise ValueError("it encodes a text otherwise than pickle encodes bytes")
-    return text.encode("latin1")
-
-
-def _bytearray(content: Any = b"", *encoding: Any) -> bytearray:
-    return bytearray(content if type(content) is bytes else _encode(content, *encoding))
 
 
 def refusal_of(checkpoint: dict[str, Any]) -> str | None:

@@ -56,7 +56,7 @@ _UNKNOWN = "the culprit is unknown: that host, or the network between"
 
 def because(failure: dict[str, Any], rank: int) -> str:
     """Describes a recorded failure as the reason why `rank` stops."""
-    message = for_terminal(failure["message"])  # of the store, to which others can write
+    message = for_terminal(failure["message"], has_lines=True)  # of the store, to which others can write
     if failure["kind"] == HOST_LOST:
         return message
     if failure["rank"] != rank:
@@ -66,7 +66,7 @@ def because(failure: dict[str, Any], rank: int) -> str:
 
 def blame(failure: dict[str, Any]) -> str:
     """Describes a recorded failure as the reason why the run ends, for the exception of a rank that has not failed."""
-    message = for_terminal(failure["message"])
+    message = for_terminal(failure["message"], has_lines=True)
     return f"because {message}" if failure["kind"] == HOST_LOST else f"because of rank {failure['rank']}: {message}"
 
 

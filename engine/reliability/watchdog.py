@@ -422,7 +422,7 @@ class Watchdog:
         verdict = peers.read("verdict", [first["by"]]).get(first["by"])
         if verdict is not None:
             if not peers.is_local(first["by"]):  # which has printed it on this machine
-                print_rank(self.heartbeat.rank, for_terminal(verdict["text"]))
+                print_rank(self.heartbeat.rank, for_terminal(verdict["text"], has_lines=True))
             peers.publish("heard", {})
             hard_exit()
         self._await_own_exception(first)

@@ -4,12 +4,13 @@ The module's hooks do not see the engine's own entry of a checkpoint, as when a 
 """
 
 import io
-import pickle
+import os
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlparse
 
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
@@ -18,13 +19,11 @@ from lightning.pytorch.core import saving
 from ..checkpoint import CheckpointError, is_directory, load_checkpoint
 from ..checkpoint.manifest import damage
 from ..checkpoint.single_file import OURS
-from ..checkpoint.whole import NotPlainError, bound_calls, read_file
+from ..checkpoint.whole import load_archive, read_file
 
 __all__: list[str] = []
 
 _HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters", *saving.CHECKPOINT_PAST_HPARAMS_KEYS)
-
-_load_file = saving.pl_load  # Lightning: `_load_from_checkpoint` opens every path with it
 
 
 def _load(path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
@@ -88,13 +87,9 @@ def _texts(value: Any) -> Iterator[str]:
 
 def _opened(path: Any, map_location: Any, weights_only: bool | None) -> Any:
     if not isinstance(path, (str, Path)):  # an open file
-        return _load_file(path, map_location, weights_only)
-    if str(path).startswith("http"):
-        bound_calls()
-        try:  # Lightning's default there is to run the code in a file
-            return _load_file(path, map_location, weights_only is not False)
-        except pickle.UnpicklingError as refused:
-            raise NotPlainError.for_path(path, refused) from None
+        return load_archive(path, getattr(path, "name", "file"), weights_only, map_location=map_location)
+    if str(path).startswith("http"):  # Lightning's default there is to run the code in a file
+        return read_file(_downloaded(str(path)), weights_only is not False, map_location=map_location)
     if not is_directory(path):
         return read_file(path, weights_only, map_location=map_location)
     checkpoint = load_checkpoint(path, weights_only=weights_only)
@@ -108,4 +103,14 @@ def _opened(path: Any, map_location: Any, weights_only: bool | None) -> Any:
     return torch.load(stream, map_location=map_location, weights_only=weights_only is not False)
 
 
-saving.pl_load = _load  # type: ignore[assignment]
+def _downloaded(url: str) -> str:
+    """Returns the path of the local copy of a file, which a later call takes again, as torch.hub and Lightning do."""
+    folder = os.path.join(torch.hub.get_dir(), "checkpoints")
+    path = os.path.join(folder, os.path.basename(urlparse(url).path))
+    if not os.path.isfile(path):
+        os.makedirs(folder, exist_ok=True)
+        torch.hub.download_url_to_file(url, path)
+    return path
+
+
+saving.pl_load = _load  # type: ignore[assignment]  # Lightning: `_load_from_checkpoint` opens every path with it

@@ -65,6 +65,15 @@ def test_of_a_folder_of_runs_the_newest(folder, monkeypatch, capsys):
     assert doctor(monkeypatch, capsys, folder.parent.parent)[0] == 0
 
 
+def test_a_link_to_nothing_is_no_record(folder, tmp_path, monkeypatch, capsys):
+    for place in (folder.parent, tmp_path / "empty"):  # beside the newest run, and alone
+        (place / "newer" / "doctor").mkdir(parents=True)
+        (place / "newer" / "doctor" / "rank_0.jsonl").symlink_to("gone")
+    assert doctor(monkeypatch, capsys, folder.parent)[0] == 0
+    code, _, said = doctor(monkeypatch, capsys, tmp_path / "empty")
+    assert (code, "there is no doctor/rank_0.jsonl in" in said) == (2, True)
+
+
 def test_a_page_is_written_through_no_link(folder, tmp_path, monkeypatch, capsys):
     (tmp_path / "thesis.tex").write_text("three years")
     (tmp_path / "page.html").symlink_to(tmp_path / "thesis.tex")

@@ -38,7 +38,8 @@ def test_a_link_in_the_place_of_a_new_file_is_not_followed(tmp_path):
 
 @pytest.mark.parametrize("control", ["\x1b]0;t\x07", "\x9b31m", "\u202e", "\r", "\udc80"])
 def test_a_text_commands_nothing(control):
-    shown = for_terminal(f"a{control}b\n\tc")
+    shown = for_terminal(f"a{control}b\n\tc", has_lines=True)
     assert re.fullmatch(r"a[ -~]+b\n\tc", shown)
-    assert for_terminal(shown) == shown
+    assert for_terminal(shown, has_lines=True) == shown
+    assert for_terminal(f"a{control}b\n\tc") == shown.replace("\n", "\\n")
     assert for_html(f"<b>{control}") == f"&lt;b&gt;{for_terminal(control)}"

@@ -67,6 +67,15 @@ def test_list_tells_names_as_they_are(ckpt, tmp_path):
     assert "│ [bold]step=1 :smile: │" in ckpt("list", tmp_path)[1]
 
 
+def test_a_name_is_in_one_line(ckpt, tmp_path):
+    save(tmp_path / "step=1")
+    (tmp_path / "step=1").rename(tmp_path / "step=1\nstep=9 is whole")
+    (tmp_path / "notes\nstep=8 was removed").mkdir()
+    for words in (("list", tmp_path), ("verify", tmp_path), ("prune", tmp_path, "--keep-last", 1)):
+        lines = [line.lstrip("│ ") for line in ckpt(*words)[1].splitlines()]
+        assert not [line for line in lines if line.startswith(("step=9", "step=8"))], words
+
+
 def test_list_of_nothing_says_so(ckpt, tmp_path):
     assert ckpt("list", tmp_path) == (0, f"There is no checkpoint in {tmp_path}.\n", "")
 

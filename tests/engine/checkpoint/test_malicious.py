@@ -6,9 +6,11 @@ import json
 import os
 import pickle
 import random
+import resource
 import struct
 import sys
 import threading
+import time
 import zipfile
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -138,6 +140,132 @@ def test_functions_of_plain_values_are_not_called_with_anything(tmp_path, name):
             load_checkpoint(checkpoint)
     with pytest.raises(CheckpointError, match="damaged"):
         Regression.load_from_checkpoint(tmp_path / "x.ckpt")
+
+
+def remembered(number: int) -> bytes:
+    return b"r" + struct.pack("<I", number)
+
+
+def again(number: int) -> bytes:
+    return b"j" + struct.pack("<I", number)
+
+
+def repeated(call: bytes, times: int) -> bytes:
+    """A list of the results of one call of what is remembered as 2 with what is remembered as 1."""
+    return b"](" + (again(2) + again(1) + call) * times + b"e"
+
+
+EQUAL = [b"\x8a\x0a" + (number * (2**61 - 1)).to_bytes(10, "little") for number in range(30_000)]
+"""Whole numbers of one hash."""
+LIST = b"](" + b"K\x01" * 50_000 + b"e" + remembered(1)
+CONSTRUCTORS = [("builtins", "set"), ("collections", "Counter"), ("torch", "Size"), ("torch", "FloatTensor")]
+DEAR = {
+    "dict of one hash": (b"}(" + b"N".join(EQUAL) + b"Nu", "made to be slow"),
+    "dict of one hash, by items": (b"}" + b"Ns".join(EQUAL) + b"Ns", "made to be slow"),
+    "set of one hash": (named("builtins", "set") + b"](" + b"".join(EQUAL) + b"e\x85R", "made to be slow"),
+    "complex numbers of one hash": (
+        b"}("
+        + b"".join(
+            named("builtins", "complex") + struct.pack(">cdcd", b"G", -1000003.0 * x, b"G", x) + b"\x86RN"
+            for x in range(20_000)
+        )
+        + b"u",
+        "made to be slow",
+    ),
+    **{
+        f"copies by {name[1]}": (
+            LIST + named(*name) + remembered(2) + repeated(b"\x85R", 3000) + b"\x87",
+            "many times its size",
+        )
+        for name in CONSTRUCTORS
+    },
+    "copies of bytes": (
+        named("builtins", "bytearray")
+        + remembered(2)
+        + named("_codecs", "encode")
+        + text("a" * 100_000)
+        + text("latin1")
+        + b"\x86R"
+        + remembered(1)
+        + repeated(b"\x85R", 10_000)
+        + b"\x87",
+        "many times its size",
+    ),
+    "copies of attributes": (
+        b"}("
+        + b"".join(text(str(number)) + b"N" for number in range(20_000))
+        + b"u"
+        + remembered(1)
+        + b"]("
+        + (named("collections", "OrderedDict") + b")R" + again(1) + b"b") * 5000
+        + b"e\x86",
+        "many times its size",
+    ),
+    "copies of arguments": (
+        b"("
+        + b"N" * 50_000
+        + b"t"
+        + remembered(1)
+        + named("collections", "OrderedDict")
+        + remembered(2)
+        + repeated(b"\x81", 20_000)
+        + b"\x87",
+        "many times its size",
+    ),
+    "hash of shared tuples": (
+        b"})" + b"".join(remembered(1) + again(1) + b"\x86" for _ in range(60)) + b"Ns",
+        "nested more than 20 deep",
+    ),
+    "hash of nested tuples": (b"})" + b"\x85" * 1_000_000 + b"Ns", "nested more than 20 deep"),
+}
+"""Pickles that took minutes, tens of gigabytes or the process; the last two while a key is hashed, which no signal
+ends."""
+
+
+@pytest.mark.parametrize("name", DEAR)
+def test_a_pickle_costs_no_more_than_its_size(tmp_path, name):
+    content, says = DEAR[name]
+    begin = b"\x80\x02}" + text("pytorch-lightning_version") + text("2.6.6") + b"s"
+    with zipfile.ZipFile(tmp_path / "x.ckpt", "w") as archive:
+        archive.writestr("archive/data.pkl", begin + text("x") + content + b"s.")
+        archive.writestr("archive/version", "3\n")
+    started_s, most_kb = time.thread_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(CheckpointError, match=f"damaged: .*{says}"):
+        load_checkpoint(tmp_path / "x.ckpt")
+    with open(tmp_path / "x.ckpt", "rb") as file, pytest.raises(CheckpointError, match=f"damaged: .*{says}"):
+        Regression.load_from_checkpoint(file)
+    assert time.thread_time() - started_s < 10
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - most_kb < 200_000
+
+
+def test_a_pickle_without_an_archive_costs_no_more_either(tmp_path):
+    path = tmp_path / "x.ckpt"
+    torch.save({"pytorch-lightning_version": "2.6.6", "x": [torch.ones(2)]}, path, _use_new_zipfile_serialization=False)
+    assert load_checkpoint(path)["x"][0].sum() == 2
+    content = path.read_bytes()
+    place = content.index(text("x"))
+    path.write_bytes(content[:place] + text("y") + DEAR["dict of one hash"][0] + b"s" + content[place:])
+    with pytest.raises(CheckpointError, match="made to be slow"):
+        load_checkpoint(path)
+
+
+def test_keys_of_all_kinds_are_opened(tmp_path):
+    keys = [*range(50_000), *map(float, range(100, 90_000, 3)), (1, ("a", (2.0, None))), True, 2j, torch.Size([2, 3])]
+    values = {"pytorch-lightning_version": "2.6.6", "x": [dict.fromkeys(keys), {*range(20_000)}, torch.float16]}
+    values["x"] *= 3
+    torch.save(values, tmp_path / "x.ckpt")
+    assert load_checkpoint(tmp_path / "x.ckpt")["x"] == values["x"]
+
+
+def test_torchs_own_unpickler_is_left_as_it_is(tmp_path):
+    """Of other programs' files in this process, it opens what it opens without the engine."""
+    with zipfile.ZipFile(tmp_path / "x.pt", "w") as archive:
+        content = b"\x80\x02" + named("_codecs", "encode") + text("a") + text("utf-16") + b"\x86R."
+        archive.writestr("archive/data.pkl", content)
+        archive.writestr("archive/version", "3\n")
+    with pytest.raises(CheckpointError, match="otherwise than pickle encodes bytes"):
+        load_checkpoint(tmp_path / "x.pt")
+    assert torch.load(tmp_path / "x.pt", weights_only=True) == "a".encode("utf-16")
 
 
 def test_bytes_of_a_callback_are_plain_values(tmp_path):

@@ -38,7 +38,7 @@ def manifest_is_a_link(path: Path) -> None:
 
 
 def manifest_is_huge(path: Path) -> None:
-    os.truncate(path / MANIFEST, (1 << 26) + 1)
+    os.truncate(path / MANIFEST, (1 << 24) + 1)
 
 
 def manifest_is_nested(path: Path) -> None:
