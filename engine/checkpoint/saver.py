@@ -37,9 +37,9 @@ from .opening import Wants, check_content, check_written, open_directory, wrong_
 from .publish import begin, discard, publish, remove, update_link
 from .single_file import wrong_in
 from .staging import Staging
-from .state_tree import is_plain, mapped, merged, split, structure_of, to_lightning
+from .state_tree import NAMES, is_plain, mapped, merged, split, structure_of, to_lightning
 from .strided_shards import SavePlanner
-from .whole import PICKLE, not_plain, whole_checkpoint
+from .whole import PICKLE, names_in, not_plain, whole_checkpoint
 
 __all__ = ["AsyncCheckpointer", "load_checkpoint"]
 
@@ -402,7 +402,9 @@ def load_checkpoint(path: Any, *, weights_only: bool | None = None) -> dict[str,
     """
     fs, fs_path = resolve(path)
     if fs.isfile(fs_path):
-        return to_lightning(whole_checkpoint(os.fspath(path), weights_only))
+        checkpoint = whole_checkpoint(os.fspath(path), weights_only)
+        # A file of Lightning's has numbers in place of names, as it is to be.
+        return {**checkpoint, NAMES: []} if names_in(checkpoint) is None else to_lightning(checkpoint)
     return to_lightning(AsyncCheckpointer().load(os.fspath(path), weights_only=weights_only, alone=True))
 
 

@@ -119,6 +119,23 @@ def test_urls(tmp_path, suffix):
     assert same(read(tmp_path / f"out{suffix}"), state)
 
 
+MADE_UP = [[{}], [{"state": 1, "param_groups": [{"params": [[]]}]}], [{"state": {}, "param_groups": 3}]]
+
+
+@pytest.mark.parametrize("states", [None, *MADE_UP], ids=str)
+def test_a_file_of_lightnings_is_opened_as_it_is(tmp_path, states):
+    """Whatever it has in place of the state of optimizers."""
+    trainer = trainer_of(pl.Trainer, tmp_path, max_steps=1)
+    trainer.fit(Small(), rows(), rows(2))
+    trainer.save_checkpoint(tmp_path / "stock.ckpt")
+    if states is not None:
+        torch.save({**torch.load(tmp_path / "stock.ckpt"), "optimizer_states": states}, tmp_path / "stock.ckpt")
+    stock = torch.load(tmp_path / "stock.ckpt")
+    export(str(tmp_path / "stock.ckpt"), str(tmp_path / "out.ckpt"))
+    for opened in (load_checkpoint(tmp_path / "stock.ckpt"), torch.load(tmp_path / "out.ckpt")):
+        assert same({key: opened[key] for key in stock}, stock)
+
+
 @pytest.mark.parametrize("suffix", [".ckpt", ".safetensors"])
 def test_a_damaged_one_is_not_exported(tmp_path, suffix):
     path = save(tmp_path / "x")
