@@ -8,8 +8,9 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Iterable
-from contextlib import suppress
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from types import UnionType
 from typing import Annotated, Any, TextIO, Union, get_args, get_origin, get_type_hints
@@ -116,26 +117,46 @@ class Notes:
         self._file: TextIO | None = None
         if folder is not None:
             self._path = os.path.join(folder, f"rank_{self.info.rank}.jsonl")
-            os.makedirs(folder, exist_ok=True)
-            with suppress(FileNotFoundError):
-                os.replace(self._path, f"{self._path}.before")
-            self._write_all()
+            with self._writing():
+                os.makedirs(folder, exist_ok=True)
+                with suppress(FileNotFoundError):
+                    os.replace(self._path, f"{self._path}.before")
+                self._write_all()
 
     def add(self, interval: Interval) -> None:
         """Adds an interval."""
         self.intervals.append(interval)
-        if len(self.intervals) > MAX_INTERVALS:
+        is_compact = len(self.intervals) > MAX_INTERVALS
+        if is_compact:
             self.intervals = compact(self.intervals, MAX_INTERVALS)
-            self._write_all()
-        elif self._file is not None:
-            self._file.write(f"{interval.line()}\n")
-            self._file.flush()
+        with self._writing():
+            if is_compact:
+                self._write_all()
+            elif self._file is not None:
+                self._file.write(f"{interval.line()}\n")
+                self._file.flush()
 
     def close(self) -> None:
         """Closes the file."""
         if self._file is not None:
             self._file.close()
             self._file = None
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Ends the notes in the file with a warning, and not the run, if the disk is full."""
+        try:
+            yield
+        except OSError as error:
+            warnings.warn(
+                f"{self._path} is not written any more: {error.strerror or error}. Training continues, and the doctor's"
+                " notes stay in memory. Make room for the next run, or choose another default_root_dir.",
+                stacklevel=2,
+            )
+            file, self._file, self._path = self._file, None, None
+            if file is not None:
+                with suppress(OSError):  # it tries once more to write
+                    file.close()
 
     def _write_all(self) -> None:
         if self._path is not None:

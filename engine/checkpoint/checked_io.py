@@ -1,5 +1,6 @@
 """Reads and writes the files of a checkpoint on any filesystem; syncs them and records sizes and checksums."""
 
+import errno
 import os
 import re
 import zlib
@@ -39,16 +40,20 @@ class Files:
         return f"{self.path}/{name}"
 
     @contextmanager
-    def writing(self, name: str, *, notes_sum: bool = True) -> Iterator[Any]:
+    def writing(self, name: str, *, notes_sum: bool = True, names: str | None = None) -> Iterator[Any]:
         """Opens a new file for sequential writes; syncs it to the disk on exit. A link of its name is not followed.
 
         Args:
             name: name of the file.
             notes_sum: record the size and checksum of the file in `written`. The checksum takes a third of a save's
                 time, so a file that contains its own checksums does without it.
+            names: the path that errors name, if the file will have another one.
         """
         path = self.join(name)
-        with naming(path), open(path, "xb") if self.is_local else self.fs.open(path, "wb") as stream:
+        with (
+            naming(path if names is None else names),
+            open(path, "xb") if self.is_local else self.fs.open(path, "wb") as stream,
+        ):
             checked = _Checked(stream, sums=notes_sum)
             yield checked
             if checked.error is not None:
@@ -117,7 +122,10 @@ def naming(path: str) -> Iterator[None]:
     except OSError as error:
         if error.filename is not None or error.errno is None:
             raise
-        raise OSError(error.errno, error.strerror, path) from error
+        raise OSError(error.errno, f"{error.strerror}{_REMEDIES.get(error.errno, '')}", path) from error
+
+
+_REMEDIES = dict.fromkeys((errno.ENOSPC, errno.EDQUOT), " (make room there, or save elsewhere)")
 
 
 class _Checked:

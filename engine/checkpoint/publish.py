@@ -134,7 +134,7 @@ def writing_file(path: str | os.PathLike[str]) -> Iterator[tuple[Any, list[str]]
     os.makedirs(folder, exist_ok=True)
     _keep_lock(folder)
     try:
-        with Files(folder).writing(staging, notes_sum=False) as stream:
+        with Files(folder).writing(staging, notes_sum=False, names=final) as stream:
             _releases[staging] = held(f"{folder}/{staging}")
             yield stream, notes
         note = _give_name(f"{folder}/{staging}", final)

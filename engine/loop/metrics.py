@@ -19,6 +19,7 @@ from torch import Tensor
 
 # Lightning: where logged values are accumulated.
 from .._compat.lightning import _METRICS, _LoggerConnector, _Metadata, _ResultCollection, _ResultMetric, _Sync
+from ..checkpoint.checked_io import naming
 from ..distributed.object_group import ObjectGroup
 from .padding_batch import EvalPadding
 
@@ -225,8 +226,9 @@ class LoggerConnector(_LoggerConnector):  # Lightning: Trainer._logger_connector
                 step = self.trainer.fit_loop.epoch_loop._batches_that_stepped
             step = int(step)
         for logger in self.trainer.loggers:
-            logger.log_metrics(metrics=numbers, step=step)
-            logger.save()
+            with naming(str(logger.log_dir)):  # a full disk's error has no path
+                logger.log_metrics(metrics=numbers, step=step)
+                logger.save()
             self.trainer._checkpoint_connector.logs.note(logger, numbers, step)  # type: ignore[attr-defined]
 
 

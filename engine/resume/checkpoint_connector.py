@@ -583,18 +583,22 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
             super().restore_lr_schedulers()
 
     def restore_optimizers(self) -> None:
-        """Restores the optimizers' state by the names of their parameters.
+        """Restores the optimizers' state, and tries it.
 
         Raises:
-            CheckpointError: the checkpoint has other optimizers, or their groups have other parameters.
+            CheckpointError: the checkpoint has other optimizers, their groups have other parameters, or a step fails.
         """
-        if not self.is_portable or self._saved_names is None:
+        if self.is_portable and self._saved_names is not None:
+            self._restore_by_names(self._saved_names)
+        else:
             with self._naming("optimizer_states", ValueError):
                 super().restore_optimizers()
-            for number, optimizer in enumerate(self.trainer.optimizers):
-                if wrong := wrong_in_optimizer(optimizer):
-                    self._refuse(f"of optimizer_states[{number}], {wrong}")
-            return
+        for number, optimizer in enumerate(self.trainer.optimizers):
+            if wrong := wrong_in_optimizer(optimizer):
+                self._refuse(f"of optimizer_states[{number}], {wrong}")
+
+    def _restore_by_names(self, saved_names: list[list[str]]) -> None:
+        """Restores the optimizers' state by the names of their parameters, in the order that was saved."""
         saved, optimizers = self._loaded_checkpoint["optimizer_states"], self.trainer.optimizers
         then, now = self._engine_state.get("optimizers"), [type(optimizer).__name__ for optimizer in optimizers]
         if then is not None and then != now:
@@ -611,7 +615,7 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
             )
             return
         states = []
-        for number, (optimizer, state, names) in enumerate(zip(optimizers, saved, self._saved_names, strict=True)):
+        for number, (optimizer, state, names) in enumerate(zip(optimizers, saved, saved_names, strict=True)):
             named = by_name(state, names)
             self.run_state.trained.restore_groups(number, optimizer, named["param_groups"])
             named["state"] = {name: values for name, values in named["state"].items() if not _is_elsewhere(values)}

@@ -16,13 +16,12 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Timer
 from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer, SparseAdam
+from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import Required, TypedDict
 
-from ..foreign import Count, problem
+from ..foreign import Count, Range, problem
 
 __all__ = ["wrong_in_callbacks", "wrong_in_optimizer", "wrong_in_scheduler"]
-
-_TORCHS_SCHEDULERS = torch.optim.lr_scheduler.LRScheduler.__module__
 
 
 def _is_reason(value: int) -> str | None:
@@ -48,8 +47,12 @@ class _ModelCheckpoint(TypedDict, total=False):
     last_model_path: str
 
 
+_MOST_S = 1e10
+"""Centuries, which a `timedelta` can still have."""
+
+
 class _Timer(TypedDict, total=False):
-    time_elapsed: dict[str, int | float]
+    time_elapsed: dict[str, Annotated[int | float, Range(0, _MOST_S)]]
 
 
 _STATES: dict[type[Callback], Any] = {EarlyStopping: _EarlyStopping, ModelCheckpoint: _ModelCheckpoint, Timer: _Timer}
@@ -68,8 +71,20 @@ def wrong_in_callbacks(callbacks: Iterable[Callback], states: dict[Any, Any]) ->
 
 
 def wrong_in_scheduler(scheduler: Any, state: Any, where: str) -> str | None:
-    """Returns the first part of a state that is of another kind than in a scheduler of torch's, or None."""
-    own = scheduler.state_dict() if type(scheduler).__module__ == _TORCHS_SCHEDULERS else {}
+    """Returns the first part of a state that is of another kind than in a scheduler of torch's, or None.
+
+    Torch sets attributes from the state, so that it could also take the place of a method.
+    """
+    if not isinstance(scheduler, LRScheduler):
+        return None
+    own = scheduler.state_dict() if type(scheduler).__module__ == LRScheduler.__module__ else {}
+    parts = [(scheduler, state, where)]
+    for inner, values, place in parts:
+        taken = [key for key in values if key == "optimizer" or callable(getattr(type(inner), str(key), None))]
+        if type(inner).load_state_dict.__module__ == LRScheduler.__module__ and taken:
+            return f"{place} has {taken[0]!r}, which is no state of {type(inner).__name__}"
+        listed = zip(getattr(inner, "_schedulers", ()), values.get("_schedulers", ()), strict=False)
+        parts += [(one, of_it, f"{place}._schedulers") for one, of_it in listed if isinstance(of_it, dict)]
     return _other_kind(state, own, where)
 
 

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import resource
+from contextlib import contextmanager
 
 import pytest
 
@@ -26,6 +28,30 @@ def test_what_is_written_is_read(tmp_path):
                 theirs.step, theirs.by_hook, theirs.padding, theirs.num_saves,
             )  # fmt: skip
     assert run.missing == []
+
+
+@contextmanager
+def a_full_disk(room_bytes: int):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("room_bytes", [10, 2_000])
+def test_a_full_disk_ends_the_file_and_not_the_run(tmp_path, room_bytes):
+    def noted() -> Notes:
+        notes = Notes(str(tmp_path), info(0))
+        for step in range(10):
+            notes.add(interval(step))
+        notes.close()
+        return notes
+
+    with a_full_disk(room_bytes), pytest.warns(UserWarning, match=r"rank_0\.jsonl is not written .*: File too large"):
+        notes = noted()
+    assert len(notes.intervals) == 10
 
 
 def test_the_folder_of_a_run_is_enough(tmp_path):

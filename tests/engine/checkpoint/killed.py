@@ -1,10 +1,11 @@
 """Processes that are killed while they save or hold a lock; a program of its own, for it forks before any threads.
 
-python -m tests.engine.checkpoint.killed {new paths,one path,lock} FOLDER SEED
+python -m tests.engine.checkpoint.killed {new paths,one path,lock,prune} FOLDER SEED
 """
 
 import os
 import random
+import shutil
 import signal
 import sys
 import time
@@ -77,6 +78,47 @@ def storm(folder: Path, has_one_path: bool, seed: int) -> None:
     print(f"survived {NUM_KILLS} kills, {newest} steps")
 
 
+def pruned_until(folder: Path, operation: int) -> None:
+    """Prunes, and gets SIGTERM at the begin of the `operation`-th time that the file system is changed."""
+    left = [operation]
+
+    def count(event: str, _: tuple[object, ...]) -> None:
+        if event in ("os.remove", "os.rename", "os.rmdir"):
+            left[0] -= 1
+            if not left[0]:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    sys.addaudithook(count)
+    prune(folder, keep_last=2)
+    os._exit(0)
+
+
+def prunes(folder: Path) -> None:
+    """Whenever a prune is ended, what is to stay is whole, and a run saves there under any of the names."""
+    operation, status = 0, 1
+    while status:
+        operation += 1
+        saved(folder, *range(1, 6))
+        (folder / ".saving-0123").mkdir()
+        (folder / "last").symlink_to("step=5")
+        process = os.fork()
+        if process == 0:
+            pruned_until(folder, operation)
+        status = os.waitpid(process, 0)[1]
+        assert status in (0, signal.SIGTERM)
+        release = lock(folder)
+        repair(folder)
+        steps = [manifest.step for path, manifest in find(folder) if is_whole(path, manifest.step)]
+        assert steps[:2] == [5, 4]
+        assert len(steps) == len(find(folder))
+        assert os.path.realpath(folder / "last") == str(folder / "step=5")
+        saved(folder, *range(6, 0, -1))  # nothing is in the way of a name
+        release()
+        shutil.rmtree(folder)
+    assert operation > 15
+    print(f"survived {operation} ends")
+
+
 def hold(folder: Path, tell: Callable[[int], None]) -> None:
     """Holds the lock whatever it opens there, and has a child, like a worker of a loader, that outlives it."""
     _ = lock(folder)
@@ -109,4 +151,7 @@ def locks(folder: Path) -> None:
 
 if __name__ == "__main__":
     what, place, seed = sys.argv[1:]
-    locks(Path(place)) if what == "lock" else storm(Path(place), what == "one path", int(seed))
+    if what in ("lock", "prune"):
+        {"lock": locks, "prune": prunes}[what](Path(place))
+    else:
+        storm(Path(place), what == "one path", int(seed))

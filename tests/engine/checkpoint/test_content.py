@@ -2,12 +2,14 @@
 
 import copy
 import json
+import math
 import os
 import random
 import shutil
 import struct
 import warnings
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -276,6 +278,60 @@ def test_the_groups_of_an_optimizer(run, tmp_path, group, state, says):
     seal(path)
     with pytest.raises(CheckpointError, match=says):
         load_checkpoint(path)
+
+
+class InSequence(Regression):
+    """With Adam and a schedule, whose states have more parts."""
+
+    def configure_optimizers(self) -> Any:
+        adam = torch.optim.Adam(self.parameters(), lr=0.01)
+        linear = torch.optim.lr_scheduler.LinearLR(adam)
+        return [adam], [torch.optim.lr_scheduler.SequentialLR(adam, [linear, linear], [3])]
+
+
+def timed(*, steps: int, folder: Path, **flags: Any) -> None:
+    callbacks = [Snapshot(every_n_steps=2), Timer(duration="01:00:00:00")]
+    trainer = engine(max_steps=steps, max_epochs=-1, default_root_dir=folder, callbacks=callbacks, **flags)
+    trainer.fit(InSequence(), rows())
+
+
+def group_with(**values: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda rest: rest["optimizer_states"][0]["param_groups"][0].update(values)
+
+
+def schedule_with(**values: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda rest: rest["lr_schedulers"][0].update(values)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (group_with(lr="abc"), r"of optimizer_states\[0\], its group 0 can't be stepped"),
+        (group_with(lr=None), "can't be stepped"),
+        (group_with(betas=(0.9,)), "can't be stepped"),
+        (group_with(amsgrad=True), "can't be stepped"),
+        (lambda rest: rest["optimizer_states"][0]["param_groups"][0].pop("eps"), "can't be stepped"),
+        (schedule_with(step=5), r"lr_schedulers\[0\] has 'step', which is no state of SequentialLR"),
+        (schedule_with(optimizer=5), "has 'optimizer', which is no state"),
+        (
+            lambda rest: rest["lr_schedulers"][0]["_schedulers"][1].update(get_lr=5),
+            r"lr_schedulers\[0\]\._schedulers has 'get_lr', which is no state of LinearLR",
+        ),
+        (lambda rest: rest["callbacks"]["Timer"]["time_elapsed"].update(train=math.inf), "time_elapsed is inf"),
+        (lambda rest: rest["callbacks"]["Timer"]["time_elapsed"].update(train=1e300), "time_elapsed is 1e"),
+    ],
+)
+def test_a_state_that_fails_in_the_first_step_is_refused_before(tmp_path, change, says):
+    timed(steps=2, folder=tmp_path)
+    path = tmp_path / "snapshots" / "step=2"
+    rest = torch.load(path / "rest.pt", weights_only=True)
+    change(rest)
+    torch.save(rest, path / "rest.pt")
+    said = json.loads((path / "MANIFEST.json").read_bytes())
+    said["structures"]["rest.pt"] = structure_of(rest)
+    seal(path, said)
+    with pytest.raises(CheckpointError, match=says):
+        timed(steps=4, folder=tmp_path, resume="auto")
 
 
 @pytest.mark.parametrize(

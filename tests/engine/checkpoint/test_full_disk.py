@@ -6,11 +6,14 @@ import sys
 from contextlib import contextmanager
 
 import pytest
+from lightning.pytorch.loggers import CSVLogger
 
 from polyphase.engine.checkpoint import AsyncCheckpointer, CheckpointError
+from polyphase.engine.checkpoint.checked_io import naming
 from polyphase.engine.checkpoint.export import export
 
 from ...distributed import in_a_fork
+from ..tiny import Regression, engine, rows
 from .no_inodes import save_without_inodes
 from .sample_checkpoints import about, content, is_whole, rank_state, save
 
@@ -18,9 +21,9 @@ ROOM_BYTES = 500_000
 
 
 @contextmanager
-def little_room():
+def little_room(num_bytes=ROOM_BYTES):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (ROOM_BYTES, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
     try:
         yield
     finally:
@@ -55,6 +58,36 @@ def test_in_the_foreground_it_raises_and_the_previous_one_is_whole(tmp_path, lar
         save(tmp_path / "1", 2, **large)
     assert os.listdir(tmp_path) == ["1"]
     assert is_whole(str(tmp_path / "1"), 1)
+
+
+class Logged(Regression):
+    def training_step(self, batch, batch_idx):
+        self.log_dict({f"{'x' * 100}{number}": 1.0 for number in range(9)})
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("path", ["model.ckpt", "lightning_logs/version_0"])
+def test_an_error_names_what_was_to_be_written(tmp_path, path):
+    """And not the temporary file, whose name nobody has chosen."""
+    logger = CSVLogger(tmp_path) if path != "model.ckpt" else False
+    trainer = engine(max_steps=1, default_root_dir=tmp_path, logger=logger, log_every_n_steps=1)
+
+    def run() -> None:
+        trainer.fit(Logged(), rows())
+        trainer.save_checkpoint(tmp_path / path)
+
+    with little_room(600), pytest.raises(OSError, match="File too large") as raised:
+        run()
+    assert raised.value.filename == str(tmp_path / path)
+
+
+def test_a_full_disk_names_the_remedy(tmp_path):
+    def write() -> None:
+        with naming("/dev/full"), open("/dev/full", "w") as file:
+            file.write("x")
+
+    with pytest.raises(OSError, match=r"No space left on device \(make room there, or save elsewhere\): '/dev/full'"):
+        write()
 
 
 @pytest.mark.parametrize("suffix", [".ckpt", ".safetensors"])

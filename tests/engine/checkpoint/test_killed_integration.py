@@ -9,7 +9,12 @@ from tests.distributed import ROOT, run_command
 
 @pytest.mark.parametrize(
     ("what", "says"),
-    [("new paths", "survived 20 kills"), ("one path", "survived 20 kills"), ("lock", "the lock was free")],
+    [
+        ("new paths", "survived 20 kills"),
+        ("one path", "survived 20 kills"),
+        ("lock", "the lock was free"),
+        ("prune", "survived"),
+    ],
 )
 def test_whoever_was_killed_left_all_in_order(tmp_path, what, says):
     command = [sys.executable, "-m", "tests.engine.checkpoint.killed", what, tmp_path / "folder", "1"]

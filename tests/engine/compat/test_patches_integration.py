@@ -1,13 +1,15 @@
 """What a run replaces in torch and Lightning, it puts back at its end."""
 
 import json
+import re
+import sys
 from pathlib import Path
 
 import pytest
 from lightning.pytorch import Trainer
 
 from polyphase.engine import Engine
-from tests.distributed import run_ranks
+from tests.distributed import ROOT, run_command, run_ranks
 from tests.engine.parity import QUIET, build, loader, sgd
 from tests.engine.tiny import as_rank
 from tests.pairs import nightly
@@ -65,3 +67,16 @@ def test_a_run_leaves_torch_and_lightning_as_they_were(flag, tmp_path):
     added = RULES if "tp" in flag or "cp" in flag else []
     for rank in range(num_ranks):
         assert json.loads((tmp_path / f"found.{rank}").read_text()) == [[], added]
+
+
+def test_what_stays_changed_is_in_the_docs():
+    page = (ROOT / "docs" / "compatibility.md").read_text()
+    table = page.partition("## The rest of the process")[2].partition("\n## ")[0]
+    cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| ")][1:]
+    ended = run_command([sys.executable, "-m", "tests.engine.compat.process_wide"], cwd=ROOT, cold=True)
+    assert ended.returncode == 0, ended.output
+    replaced_names = re.findall(r"^replaced: (.*)$", ended.output, re.MULTILINE)
+    assert replaced_names == re.findall("`(.*)`", cells[0])
+    assert "rules: []" in ended.output
+    rules = {re.sub(r"^\w+\.(\w+?)(_backward)?\.default$", r"\1", name) for _, name in RULES}
+    assert rules == {*re.findall("`(.*?)`", cells[1])}
