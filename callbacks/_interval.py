@@ -69,7 +69,10 @@ def steps_or_none(every_n_steps: int | None) -> int | None:
     Raises:
         ValueError: it is no whole number of at least 1.
     """
-    return None if every_n_steps is None else check_count("every_n_steps (None: the trainer's)", every_n_steps)
+    try:
+        return None if every_n_steps is None else check_count("every_n_steps", every_n_steps)
+    except ValueError as error:
+        raise ValueError(f"{error} None: the trainer's log_every_n_steps.") from None
 
 
 def sum_over_ranks(trainer: Trainer, values: Sequence[float]) -> list[float]:
