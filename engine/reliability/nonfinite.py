@@ -18,14 +18,16 @@ from torch import Tensor
 
 from ..distributed.job_store import CausedByRank
 from ..flags import NonFinitePolicy
-from ..strategies.step_guard import SPIKE
 from .rendezvous import current_job
 
-__all__ = ["MOST_IN_A_ROW", "NonFiniteError", "NonFiniteWatch"]
+__all__ = ["MOST_IN_A_ROW", "SPIKE", "NonFiniteError", "NonFiniteWatch"]
 
 MOST_IN_A_ROW = 20
 """The steps in a row that are left out before the run ends: more than the 16 by which `16-mixed` may come down from its
 first scale, 65536, to 1."""
+
+SPIKE = 0.25
+"""The flag of a step whose gradients are finite, and too large; see `StepGuard` for the other flags."""
 
 _INTERVAL_STEPS = 50
 """The steps between two reads if `log_every_n_steps=0`."""

@@ -28,14 +28,13 @@ from torchmetrics import Metric
 
 from ..checkpoint import get_random_state, set_random_state
 from ..precision.clipping import local_values, norm_of
+from ..reliability.nonfinite import SPIKE
 from .selected_step import LateFlag, StepBefore, may_select
 
-__all__ = ["SPIKE", "StepGuard", "StepSnapshot", "flag_of_rank", "needs_closure"]
+__all__ = ["StepGuard", "StepSnapshot", "flag_of_rank", "needs_closure"]
 
 _BAD_GRADIENT = 0.5
 """The flag of a step if no rank had a loss that is not finite; those of such ranks are whole numbers."""
-SPIKE = 0.25
-"""The flag of a step whose gradients are finite, and too large."""
 _MEMORY = 0.99
 """How much of the mean of norms stays in a step: it is that of about the last hundred."""
 _FIRST_NORMS = 20
