@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from .._compat.torch import TorchDispatchMode
+from .collectives import NoneAtAll
 
 __all__ = ["Habits", "habits_of"]
 
@@ -125,7 +126,7 @@ def habits_of(optimizer: Optimizer) -> Habits:
     error = ""
     for in_double in (True, False):  # double precision shows the least, but some kernels lack it, or need a GPU
         try:
-            with torch.random.fork_rng(devices=[]), _without_compiling(), _NoCollectives():
+            with torch.random.fork_rng(devices=[]), _without_compiling(), NoneAtAll(_CommunicatesError):
                 habits = _tried(optimizer, functools.partial(_Copy, in_double=in_double))
                 if habits.reads_others:  # perhaps noise only, of which each draw depends on those before it
                     habits = _tried(optimizer, functools.partial(_Copy, in_double=in_double, draws_equal=True))
@@ -167,7 +168,8 @@ def _tried(optimizer: Optimizer, make: Callable[..., "_Copy"]) -> Habits:
     make = functools.partial(make, optimizer, shapes, ends=(tried[0], tried[-1]))
     habits = _compared(make, tried, lambda copy: copy.path(num_steps))
     if not habits.reads_others:
-        habits = habits.also(_compared(make, tried, _Copy.late_path, may_fail=True))
+        with contextlib.suppress(_NothingMovedError):  # it may not be able to step so late
+            habits = habits.also(_compared(make, tried, _Copy.late_path))
     if is_small or habits.reads_others:
         return habits
     largest = sorted(tried, key=lambda index: -parameters[index].numel())[:_MOST_LARGE]
@@ -208,8 +210,6 @@ def _compared(
     make: Callable[[list[int]], "_Copy"],
     tried: list[int],
     walk: Callable[["_Copy"], list[list[Tensor]]],
-    *,
-    may_fail: bool = False,
 ) -> Habits:
     """Compares what `walk` does with all tried parameters with what it does with parts of them; returns the habits.
 
@@ -217,13 +217,15 @@ def _compared(
         make: makes a copy in which some parameters get gradients.
         tried: indices of the parameters.
         walk: returns the values of all parameters before and after each step of a copy.
-        may_fail: whether nothing is known if no parameter has moved.
+
+    Raises:
+        _NothingMovedError: all steps have left the parameters as they were, which shows nothing.
     """
     whole = make(tried)
     path = walk(whole)
     habits = Habits(whole.name, writes_by=whole.writes_by, moves_first=whole.moves_first)
-    if not may_fail and all(torch.equal(path[0][index], path[whole.num_steps][index]) for index in tried):
-        raise RuntimeError("no parameter moved in the trial")
+    if all(torch.equal(path[0][index], values[index]) for values in path for index in tried):
+        raise _NothingMovedError("no parameter moved in the trial")
     for part in _parts(tried):
         try:
             path_of_part = walk(make(part))
@@ -441,18 +443,12 @@ def _needs_no_arguments(method: Any) -> bool:
     return True
 
 
+class _NothingMovedError(RuntimeError):
+    """A trial shows nothing."""
+
+
 class _CommunicatesError(BaseException):
     """An optimizer begins a collective; not an `Exception`, so that no handler of one takes it for another error."""
-
-
-class _NoCollectives(TorchDispatchMode):
-    """Raises an error where a collective begins."""
-
-    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Called by torch for each operation."""
-        if "c10d" in operator.namespace:
-            raise _CommunicatesError
-        return operator(*args, **(kwargs or {}))
 
 
 class _Operators(TorchDispatchMode):

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from ..callers import CutError, is_users, users_line
 from ..contents import num_writes
 from .plan import StagePlan
 from .reachable_state import NOT_THE_USERS_ATTRIBUTES, Code, Place, Walk, is_of_a_users_class
-from .remote_values import CutError, has_absent, is_users, users_line
+from .remote_values import has_absent
 
 __all__ = ["NO_CONTENT", "REMEDY", "AttributeGuard", "Key", "StageWrites", "WriteRecorder"]
 

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from ...distributed.object_group import ObjectGroup
+from ..callers import CutError
+from ..collectives import NoCollectives
 from .attribute_writes import AttributeGuard, Key, StageWrites
-from .collectives import NoCollectives
 from .parameter_writes import ParameterWrites
 from .plan import StagePlan
 from .reachable_state import sums
 from .received_values import BorrowedParameters, FilledTensors
-from .remote_values import CutError
 from .shapes import Shapes
 
 if TYPE_CHECKING:

@@ -26,23 +26,9 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from ...attachments import carry_over
+from ..callers import NOT_THE_USERS, CutError, is_users, users_line
 from ..units import block_lists, check_inside
-from .remote_values import (
-    CONTENT,
-    FORM,
-    MOVES,
-    NOT_THE_USERS,
-    READS,
-    CutError,
-    Draws,
-    is_users,
-    mark_origin,
-    moved,
-    origin_of,
-    tensors_in,
-    to_meta,
-    users_line,
-)
+from .remote_values import CONTENT, FORM, MOVES, READS, Draws, mark_origin, moved, origin_of, tensors_in, to_meta
 
 __all__ = ["RemoteTensor", "StagePlan", "plan_stages", "replace_absent"]
 

@@ -10,9 +10,10 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from ...compression.counting_group import CountingGroup, TrafficKey
+from ..callers import CutError, users_line
 from ..contents import begin_count
 from .plan import StagePlan
-from .remote_values import Calls, CutError, Key, tensors_in, users_line
+from .remote_values import Calls, Key, tensors_in
 from .shapes import Shapes, shape_of, zeros_of
 
 __all__ = [

@@ -11,61 +11,37 @@ the user wrote them: one call in the step is one call here.
 """
 
 import dataclasses
-import os
 import sys
-import traceback
-import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
-import lightning
-import lightning_utilities
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..._compat.torch import FakeTensor, FakeTensorMode, TorchDispatchMode, tree_leaves
-from ...reliability.tracebacks import package_of
+from ..callers import CutError, is_of_fsdp, users_line
 
 __all__ = [
     "CONTENT",
     "FORM",
     "MOVES",
-    "NOT_THE_USERS",
     "READS",
     "Calls",
-    "CutError",
     "Draws",
     "Key",
     "RemoteValueMode",
     "ValueSignature",
     "has_absent",
-    "is_between",
-    "is_of_dtensor",
-    "is_of_fsdp",
-    "is_of_program",
-    "is_users",
     "mark_origin",
     "moved",
     "origin_of",
     "tensors_in",
     "to_meta",
-    "users_line",
 ]
 
-NOT_THE_USERS = tuple(
-    os.path.dirname(os.path.abspath(path)) + os.sep
-    for path in (
-        torch.__file__,
-        lightning.__file__,
-        lightning_utilities.__file__,
-        os.path.dirname(os.path.dirname(__file__)),
-    )
-)
-"""Folders of torch, Lightning and this package."""
-_FSDP, _DTENSOR = (os.path.join(NOT_THE_USERS[0], "distributed", folder, "") for folder in ("fsdp", "tensor"))
 _ELSEWHERE = (
     "Give the module a method pipeline_stages() that puts what belongs together into one stage, or choose another"
     " strategy, such as 'fsdp'."
@@ -97,35 +73,6 @@ _OF_GRAPHS = {torch.autograd.grad, Tensor.requires_grad_, _SETS}
 """Calls that compute gradients within a step, or make a leaf for them."""
 CONTENT = {"data", "T", "mT", "H", "mH", "real", "imag"}
 """Attributes that need content."""
-
-
-class CutError(RuntimeError):
-    """The module can't be run in pipeline stages: a stage needs a value that another stage has."""
-
-
-def is_users(frame: types.FrameType) -> bool:
-    """Whether a frame runs the user's code, or code of a library other than torch, Lightning and this package."""
-    return not frame.f_code.co_filename.startswith((*NOT_THE_USERS, "<"))
-
-
-def is_of_program(frame: types.FrameType) -> bool:
-    """As `is_users`, without Python's own library, such as `contextlib` between two functions of the engine."""
-    return is_users(frame) and package_of(frame.f_code.co_filename) != "python"
-
-
-def is_between(frame: types.FrameType) -> bool:
-    """Whether a frame is one of torch, or of Python's own library, by which one piece of code calls another."""
-    file = frame.f_code.co_filename
-    return file.startswith((NOT_THE_USERS[0], "<")) or package_of(file) == "python"
-
-
-def users_line() -> str:
-    """Returns the line of the user's code that this call came from: ``file.py:12, "x = x + skip"``."""
-    for frame, line in traceback.walk_stack(sys._getframe(1)):
-        if is_of_program(frame):
-            [summary] = traceback.StackSummary.extract(iter([(frame, line)]), limit=1)
-            return f'{summary.filename}:{line} in {summary.name}: "{summary.line}"'
-    return "the module's step, or a callback,"
 
 
 # --- the count of calls of torch outside of units: the number of a call names its result on all stages
@@ -395,24 +342,6 @@ def _first_absent_and_real(args: Any, kwargs: Any) -> tuple[Tensor | None, Tenso
         elif real is None or tensor.requires_grad:
             real = tensor
     return absent, real
-
-
-def is_of_fsdp(frame: types.FrameType | None) -> bool:
-    """Whether FSDP2 makes a call: stages that skip the module do not make it."""
-    return _is_within(frame, _FSDP)
-
-
-def is_of_dtensor(frame: types.FrameType | None) -> bool:
-    """Whether a call is made for an operation on a split tensor."""
-    return _is_within(frame, _DTENSOR)
-
-
-def _is_within(frame: types.FrameType | None, folder: str) -> bool:
-    while frame is not None and not is_users(frame):
-        if frame.f_code.co_filename.startswith(folder):
-            return True
-        frame = frame.f_back
-    return False
 
 
 def _asks_for_content(func: Any) -> bool:

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-from .remote_values import CutError, Key, ValueSignature
+from ..callers import CutError
+from .remote_values import Key, ValueSignature
 
 __all__ = [
     "Shapes",

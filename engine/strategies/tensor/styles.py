@@ -26,8 +26,8 @@ from ..._compat.torch import (
     _StridedShard,
     tree_map_only,
 )
+from ..callers import CutError, is_users
 from ..contents import Contents, in_tuples
-from ..pipeline.remote_values import CutError, is_users
 
 __all__ = [
     "EmbeddingParallel",

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from polyphase.engine.strategies.pipeline.remote_values import CutError
+from polyphase.engine.strategies.callers import CutError
 
 from .relay import Relay
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from polyphase.engine.strategies.pipeline.remote_values import CutError
+from polyphase.engine.strategies.callers import CutError
 from polyphase.engine.strategies.pipeline.stage_module import describe_failure
 
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from polyphase.engine.strategies.callers import CutError
 from polyphase.engine.strategies.pipeline.micro_batches import state_problem
 from polyphase.engine.strategies.pipeline.reachable_state import Walk
-from polyphase.engine.strategies.pipeline.remote_values import CutError
 
 from .relay import Relay
 

@@ -10,8 +10,8 @@ from lightning.pytorch.utilities import grad_norm
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
+from polyphase.engine.strategies.callers import CutError
 from polyphase.engine.strategies.pipeline.plan import plan_stages, replace_absent
-from polyphase.engine.strategies.pipeline.remote_values import CutError
 
 from ..test_optimizer_trial import Lion
 

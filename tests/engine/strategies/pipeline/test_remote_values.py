@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from polyphase.engine.strategies.pipeline.remote_values import CutError, RemoteValueMode, has_absent
+from polyphase.engine.strategies.callers import CutError
+from polyphase.engine.strategies.pipeline.remote_values import RemoteValueMode, has_absent
 
 CPU = torch.device("cpu")
 

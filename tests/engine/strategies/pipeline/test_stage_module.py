@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from polyphase.engine.strategies.pipeline.remote_values import CutError
+from polyphase.engine.strategies.callers import CutError
 
 from .relay import Relay
 

@@ -1,4 +1,4 @@
-"""Refuses collectives that the user's code begins by itself, where their result would not be that of one process.
+"""Refuses collectives where their result would not be that of one process, or no other rank would take part.
 
 Functions of `torch.distributed` call one function each before they begin, which is replaced while a step runs. So a
 call is seen in every batch, however the user has imported it, and other operations of the step cost nothing. Backward
@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..._compat.torch import _functional_collectives
-from .remote_values import CutError, is_between, is_of_dtensor, is_of_fsdp, is_of_program, users_line
+from .._compat.torch import _functional_collectives
+from .callers import CutError, is_between, is_of_dtensor, is_of_fsdp, is_of_program, users_line
 
-__all__ = ["NoCollectives", "NoSharedSamples", "NoSumsOfGradients"]
+__all__ = ["NoCollectives", "NoSharedSamples", "NoSumsOfGradients", "NoneAtAll"]
 
 _MODES = ("__torch_function__", "__torch_dispatch__")
 """Methods of a user's mode of torch, around `fit` for example: a call of the engine's passes through them, too."""
@@ -45,11 +45,20 @@ class _WatchedCollectives:
         def check(group: Any, *args: Any) -> Any:
             caller = sys._getframe(1)
             is_question = caller.f_code.co_name.startswith("get_")  # such as dist.get_rank()
-            if not is_question and (reason := self.refusal(caller, group)):
-                raise CutError(f"{users_line()} communicates with other ranks ({caller.f_code.co_name}), {reason}")
+            if not is_question:
+                self.check(caller, group)
             return original(group, *args)
 
         return check
+
+    def check(self, caller: types.FrameType, group: Any) -> None:
+        """Called with what `refusal` gets.
+
+        Raises:
+            CutError: the collective is refused.
+        """
+        if reason := self.refusal(caller, group):
+            raise CutError(f"{users_line()} communicates with other ranks ({caller.f_code.co_name}), {reason}")
 
     def refusal(self, caller: types.FrameType, group: Any) -> str:
         """Returns why a collective is refused, for the end of a message; "": it is not.
@@ -59,6 +68,26 @@ class _WatchedCollectives:
             group: its group of ranks.
         """
         raise NotImplementedError
+
+
+# --- in code that is tried out on this rank alone, all
+
+
+class NoneAtAll(_WatchedCollectives):
+    """A context in which all collectives of this thread, and of its backward, raise an error.
+
+    Args:
+        error: its class.
+    """
+
+    def __init__(self, error: type[BaseException]) -> None:
+        super().__init__()
+        self._error, self._thread = error, threading.get_ident()
+
+    def check(self, caller: types.FrameType, group: Any) -> None:
+        """See `_WatchedCollectives`; other threads, such as one that saves, communicate meanwhile."""
+        if threading.get_ident() == self._thread or _is_called_by_program(caller):
+            raise self._error
 
 
 # --- in the step of a pipeline, and in its backward, any but `self.all_gather`
