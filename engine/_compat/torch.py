@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch.nn.utils.stateless import _reparametrize_module
     from torch.optim import _muon
     from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+    from torch.utils._pytree import tree_leaves, tree_map_only
     from torch.utils.data import _utils
     from torch.utils.data._utils.fetch import _IterableDatasetFetcher, _MapDatasetFetcher
     from torch.utils.data._utils.worker import WorkerInfo, _generate_state
@@ -61,10 +61,8 @@ __all__ = [
     "_utils",
     "manual_seed",
     "match_one_event",
-    "tree_flatten",
     "tree_leaves",
     "tree_map_only",
-    "tree_unflatten",
 ]
 
 HOMES = {
@@ -100,10 +98,8 @@ HOMES = {
     "_utils": "torch.utils.data",
     "manual_seed": "torch.distributed.tensor._random",
     "match_one_event": "torch.distributed.flight_recorder.components.utils",
-    "tree_flatten": "torch.utils._pytree",
     "tree_leaves": "torch.utils._pytree",
     "tree_map_only": "torch.utils._pytree",
-    "tree_unflatten": "torch.utils._pytree",
 }
 """Module of each name."""
 

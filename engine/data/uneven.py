@@ -19,6 +19,7 @@ from ..flags import UnevenPolicy
 from .epoch_position import order_of
 from .even_batches import even_batches_of
 from .global_order import SHARE_EVENLY, GlobalBatches, GlobalOrder, Samples, not_beside_others
+from .samples import num_samples
 from .shards import ShardedLoader, padding_batch
 from .stateful import StateTrackingLoader
 from .streams import UnevenEvalLoader
@@ -123,8 +124,9 @@ class UnevenTrainLoader(DataLoader):
             yield latest
 
     def _size_of(self, batch: Any) -> int:
+        size = num_samples(batch)
         try:
-            return extract_batch_size(batch)
+            return extract_batch_size(batch) if size is None else size
         except MisconfigurationException:
             sizes = set(_numbers_of_strings(batch)) if self.collate_fn is default_collate else set()
             return sizes.pop() if len(sizes) == 1 else _UNSEEN

@@ -30,9 +30,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
-from .._compat.torch import TorchDispatchMode, _BatchNorm, tree_flatten, tree_leaves, tree_unflatten
+from .._compat.torch import TorchDispatchMode, _BatchNorm, tree_leaves
 from ..attachments import has_hooks
 from ..checkpoint import get_random_state, set_random_state
+from ..data.samples import NoSamplesError, join_batches, num_samples, take_samples
 from ..strategies.pipeline.reachable_state import (
     NOT_THE_USERS_ATTRIBUTES,
     ReachableState,
@@ -366,10 +367,9 @@ def _put(values: list[tuple[Tensor, Tensor, bool]]) -> None:
 
 def _counted(micro_batch: MicroBatch, has_batches: bool) -> MicroBatch:
     """Returns a batch of a stream with the number of its samples, which is not known from the order of samples."""
-    leaves = tree_flatten(micro_batch.batch)[0]
-    lengths = {len(leaf) if leaf.dim() else 0 for leaf in leaves if isinstance(leaf, Tensor)}
-    is_known = micro_batch.samples > 1 or not has_batches or len(lengths) != 1
-    return micro_batch if is_known else dataclasses.replace(micro_batch, samples=lengths.pop())
+    is_known = micro_batch.samples > 1 or not has_batches
+    size = None if is_known else num_samples(micro_batch.batch)
+    return micro_batch if size is None else dataclasses.replace(micro_batch, samples=size)
 
 
 def _cut(micro_batch: MicroBatch, *, alternates: bool) -> list[MicroBatch]:
@@ -377,33 +377,32 @@ def _cut(micro_batch: MicroBatch, *, alternates: bool) -> list[MicroBatch]:
 
     By chance halves may have equal counts of what a loss is a mean over.
     """
-    leaves, structure = tree_flatten(micro_batch.batch)
     num = micro_batch.samples
-    for leaf in leaves:
-        if isinstance(leaf, Tensor) and (not leaf.dim() or leaf.layout != torch.strided or len(leaf) != num):
-            raise UnfitError("a batch can't be cut into samples")
-        if not isinstance(leaf, (Tensor, int, float, type(None))):
-            raise UnfitError(f"a batch has a {type(leaf).__name__}, which can't be cut into samples")
     end = max(num // 3, min(num // 2, 2))
     parts = [slice(0, None, 2), slice(1, None, 2)] if alternates else [slice(end), slice(end, None)]
 
-    def of_part(part: slice) -> MicroBatch:
-        cut = [leaf[part] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        return dataclasses.replace(micro_batch, batch=tree_unflatten(cut, structure), samples=len(range(num)[part]))
+    return [_taken(micro_batch, part) for part in parts]
 
-    return [of_part(part) for part in parts]
+
+def _taken(micro_batch: MicroBatch, part: slice) -> MicroBatch:
+    try:
+        batch = take_samples(micro_batch.batch, micro_batch.samples, part)
+    except NoSamplesError as error:
+        raise UnfitError(f"a batch can't be cut into samples: it has {error}") from None
+    return dataclasses.replace(micro_batch, batch=batch, samples=len(range(micro_batch.samples)[part]))
 
 
 def _mixed(first: MicroBatch, second: MicroBatch) -> MicroBatch:
     """Returns a batch with samples of both, which differ more than those of one; the second if they don't fit."""
-    before, batch = tree_flatten(first.batch)[0], tree_flatten(second.batch)
-    pairs = list(zip(before, batch[0], strict=False))
-    fits = len(before) == len(batch[0]) and first.samples == second.samples
-    if not fits or any(isinstance(b, Tensor) and (not b.dim() or a.shape != b.shape) for a, b in pairs):
-        return second
     half = second.samples // 2
-    leaves = [torch.cat([a[:half], b[half:]]) if isinstance(b, Tensor) else b for a, b in pairs]
-    return dataclasses.replace(second, batch=tree_unflatten(leaves, batch[1]))
+    if first.samples != second.samples:
+        return second
+    parts = [_taken(first, slice(half)), _taken(second, slice(half, None))]
+    try:
+        batch = join_batches([part.batch for part in parts], [part.samples for part in parts])
+    except (NoSamplesError, RuntimeError):  # tensors of other shapes
+        return second
+    return dataclasses.replace(second, batch=batch)
 
 
 def _differences(parts: Sequence[_Ran], whole: Sequence[_Ran]) -> list[str]:

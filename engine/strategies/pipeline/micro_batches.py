@@ -1,18 +1,17 @@
 """Cuts batches into micro-batches of equal size, merges their outputs, and finds modules whose result that changes."""
 
-import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from ..._compat.torch import _BatchNorm
+from ...data.samples import NoSamplesError, num_samples, take_samples
 from .attribute_writes import REMEDY, Key
 from .parameter_writes import KeptValues, advances_text
 from .reachable_state import Place, ReachableState, sums
@@ -33,93 +32,47 @@ __all__ = [
 
 
 def batch_size_of(batch: Any) -> int:
-    """Returns the number of samples: the size of the first dim of the first tensor that has dims.
+    """Returns the number of samples of a batch.
 
     Raises:
-        ValueError: the batch has no such tensor.
+        ValueError: it does not show.
     """
-    sizes: list[int] = []
-    apply_to_collection(batch, Tensor, lambda tensor: sizes.append(tensor.shape[0]) if tensor.dim() else None)
-    if not sizes:
+    if (size := num_samples(batch)) is None:
         raise ValueError(
-            f"a pipeline cuts each batch into micro-batches, but there is no tensor in this {type(batch).__name__}:"
-            " let the DataLoader yield tensors, or dicts, lists or dataclasses of them, with the samples in dim 0."
+            "a pipeline cuts each batch into micro-batches, but the number of samples does not show in this"
+            f" {type(batch).__name__}: let the DataLoader yield tensors, or dicts, lists or dataclasses of them, with"
+            " the samples in dim 0, or one list with a value for each sample."
         )
-    return sizes[0]
+    return size
 
 
 def split_batch(batch: Any, num_parts: int) -> list[Any]:
-    """Cuts tensors, arrays, and lists with one value for each sample, in any nesting, into `num_parts` batches.
-
-    Every other value goes into each part as it is: tensors without dims, tuples of plain values with another length,
-    and objects without tensors.
+    """Cuts a batch into `num_parts` batches, as `take_samples` does.
 
     Raises:
-        ValueError: a tensor, array or list has another length than the number of samples, or an object has tensors
-            that can't be cut.
+        ValueError: a part of it has another length than the number of samples, or can't be cut.
     """
     if num_parts == 1:
         return [batch]
-    size = batch_size_of(batch)
-    width = size // num_parts
-    return [_part(batch, size, slice(first, first + width)) for first in range(0, size, width)]
+    width = batch_size_of(batch) // num_parts
+    return [take_rows(batch, slice(number * width, (number + 1) * width)) for number in range(num_parts)]
 
 
 def take_rows(batch: Any, rows: slice) -> Any:
-    """Returns some samples of a batch, as `split_batch` cuts them."""
-    return _part(batch, batch_size_of(batch), rows)
+    """Returns some samples of a batch.
 
-
-def _part(value: Any, size: int, rows: slice) -> Any:
-    if isinstance(value, (Tensor, np.ndarray)):
-        if value.ndim and value.shape[0] != size:
-            raise _error(size, f"a tensor {list(value.shape)}")
-        return value[rows] if value.ndim else value
-    if isinstance(value, (list, tuple)):
-        return _row_part(value, size, rows)
-    if isinstance(value, Mapping):
-        parts = {key: _part(member, size, rows) for key, member in value.items()}
-        if not isinstance(value, MutableMapping):
-            return type(value)(parts)  # type: ignore[call-arg]
-        mapping = copy.copy(value)  # keeps a default_factory, and other attributes of its class
-        mapping.update(parts)
-        return mapping
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        copied = copy.copy(value)
-        for field in dataclasses.fields(value):
-            object.__setattr__(copied, field.name, _part(getattr(value, field.name), size, rows))
-        return copied
-    if any(isinstance(member, (Tensor, np.ndarray)) for member in getattr(value, "__dict__", {}).values()):
-        raise _error(size, f"a {type(value).__name__}, whose tensors it can't cut")
-    return value
-
-
-def _row_part(values: Any, size: int, rows: slice) -> Any:
-    """Returns some rows of a list or tuple."""
-    if hasattr(values, "_fields"):
-        return type(values)(*(_part(value, size, rows) for value in values))
-    if not _has_tensors(values):
-        if len(values) == size:  # for example a text for each sample
-            return values[rows]
-        if values and isinstance(values, list):
-            raise _error(size, f"a list of {len(values)} values")
-        return values
-    return type(values)([_part(value, size, rows) for value in values])
-
-
-def _has_tensors(value: Any) -> bool:
-    """Whether there are tensors or arrays in a nested value."""
-    tensors: list[Any] = []
-    apply_to_collection(value, (Tensor, np.ndarray), tensors.append)
-    return bool(tensors)
-
-
-def _error(size: int, description: str) -> ValueError:
-    return ValueError(
-        f"a pipeline cuts each batch of {size} samples into micro-batches, but it has {description}: let the DataLoader"
-        " yield tensors with the samples in dim 0, lists with one value for each sample, and values that all samples"
-        " share without dims or in a tuple, or set microbatches=1 with schedule=gpipe."
-    )
+    Raises:
+        ValueError: see `split_batch`.
+    """
+    size = batch_size_of(batch)
+    try:
+        return take_samples(batch, size, rows)
+    except NoSamplesError as error:
+        raise ValueError(
+            f"a pipeline cuts each batch of {size} samples into micro-batches, but it has {error}: let the DataLoader"
+            " yield tensors with the samples in dim 0, lists with one value for each sample, and values that all"
+            " samples share without dims or in a tuple, or set microbatches=1 with schedule=gpipe."
+        ) from None
 
 
 def merge_outputs(outputs: list[Any]) -> Any:

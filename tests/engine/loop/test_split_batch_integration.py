@@ -179,6 +179,58 @@ def test_what_a_rank_remembers_is_named(strategy, make, text):
         engine(strategy=strategy, devices=2, callbacks=[Watches()]).fit(make(), rows(32))
 
 
+class OfTexts(Regression):
+    """Its samples are texts, or records of Python's numbers: no batch has a tensor."""
+
+    adds_up = False
+
+    def training_step(self, batch: list[Any], batch_idx: int) -> Tensor:
+        values = [item["values"] if isinstance(item, dict) else map(float, item.split()) for item in batch]
+        losses = super_loss(self, torch.tensor([list(row) for row in values]))
+        return losses.sum() if self.adds_up else losses.mean()
+
+
+class SumOfTexts(OfTexts):
+    adds_up = True
+
+
+NUMBERS = INPUTS.tolist()
+TEXTS = [" ".join(map(str, row)) for row in NUMBERS]
+RECORDS = [{"values": row} for row in NUMBERS]
+
+
+def unchanged(batch: list[Any]) -> list[Any]:
+    return batch
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("strategy", ["ddp_fork", "fsdp_fork"])
+@pytest.mark.parametrize("samples", [TEXTS, RECORDS], ids=["texts", "records"])
+def test_samples_without_a_tensor_are_parts_of_a_batch(strategy, samples):
+    with pytest.raises(Exception, match=r"in two parts, the loss of step 1 is|not those of one process: the loss"):
+        engine(strategy=strategy, devices=2).fit(SumOfTexts(), DataLoader(samples, 4, collate_fn=unchanged))
+    engine(strategy=strategy, devices=2).fit(OfTexts(), DataLoader(samples, 4, collate_fn=unchanged))
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("samples", [TEXTS, RECORDS], ids=["texts", "records"])
+@pytest.mark.parametrize(("strategy", "size"), [("ddp_fork", 4), ("pp_fork", 8)])
+def test_samples_without_a_tensor_train_as_in_one_process(strategy, size, samples):
+    alone, together = Blocks(), Blocks()
+    engine().fit(alone, DataLoader(samples, 8, collate_fn=unchanged))
+    engine(strategy=strategy, devices=2).fit(together, DataLoader(samples, size, collate_fn=unchanged))
+    assert largest_difference(alone.state_dict(), together.state_dict()) <= 1e-6
+
+
+class Blocks(OfTexts):
+    """With blocks, for the stages of a pipeline."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(1)
+        super().__init__()
+        self.net = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)), nn.Linear(4, 1))
+
+
 class Draws(Regression):
     """Draws in many ways, has a BatchNorm and a teacher, and keeps what it shows: its loss is a mean all the same."""
 

@@ -111,5 +111,5 @@ def test_what_has_another_length_is_an_error(other, message):
 
 
 def test_a_batch_without_tensors_is_an_error():
-    with pytest.raises(ValueError, match="there is no tensor in this dict"):
+    with pytest.raises(ValueError, match="the number of samples does not show in this dict"):
         batch_size_of({"a": "b"})

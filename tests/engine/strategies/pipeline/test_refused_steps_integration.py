@@ -284,7 +284,7 @@ def test_a_hook_of_all_modules_is_refused():
     ("batch", "message"),
     [
         ((torch.zeros(8, 64), torch.zeros(3)), r"each batch of 8 samples into micro-batches, but .* tensor \[3\]"),
-        (("a", "b"), "there is no tensor in this list"),
+        (("a", {"b": 1}), "the number of samples does not show in this list"),
     ],
 )
 def test_batches_that_can_not_be_cut(batch, message):
