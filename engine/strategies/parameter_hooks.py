@@ -10,10 +10,13 @@ Within an accumulation window each micro-batch is averaged by itself, since a ho
 backward that the strategy does not run, such as that of `torch.autograd.grad`, calls hooks at once.
 
 Communication: an all-gather of each sharded gradient that has a hook; before training the names of the parameters with
-hooks, so that all ranks take part if only one of them has a hook.
+hooks, so that all ranks take part if only one of them has a hook. Of a hook that is registered later, the ranks count
+in the job's key-value store how many have it; after the next backward, to which all have come, it must be all.
 """
 
 import functools
+import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -25,12 +28,15 @@ from torch.optim import Optimizer
 
 from ..contract import EngineStrategy
 from ..distributed.object_group import WORLD
+from ..reliability.rendezvous import current_job
 from .whole_steps import whole_results
 
 __all__ = ["ParameterHooks", "call_before_use"]
 
 _ON_GRADIENT, _AFTER_SUM = "_backward_hooks", "_post_accumulate_grad_hooks"
 """torch: the attributes of a Tensor with the hooks of `register_hook` and `register_post_accumulate_grad_hook`."""
+
+_runs = itertools.count()
 
 
 class ParameterHooks:
@@ -58,8 +64,17 @@ class ParameterHooks:
         self._backward: Any = None
         self._late: set[str] = set()
         """The parameters that got their first hook after training began."""
+        self._run = next(_runs)  # the same on all ranks, since they all run the same code
+        self._num_changes: Counter[str] = Counter()
+        """For each parameter, how often a hook was registered or removed after training began."""
+        self._num_hooks: Counter[str] = Counter()
+        """For each parameter, its hooks after the latest backward."""
+        self._to_check: list[tuple[str, str]] = []
+        """The keys by which the ranks count these changes, and the names of the parameters, until the next backward."""
         own = [name for name, parameter in self._parameters.items() if self._take(parameter)]
-        self._agreed = {name for names in WORLD.all_gather_object(own) for name in names}
+        of_ranks = WORLD.all_gather_object(own)
+        self._num_ranks = len(of_ranks)
+        self._agreed = {name for names in of_ranks for name in names}
         """The parameters that had a hook on some rank when training began."""
         if self._agreed:
             self._wrap_backward()
@@ -110,6 +125,7 @@ class ParameterHooks:
             yield
         finally:
             self.defers = False
+        self._check_known_to_all()
         with torch.no_grad():
             self._call_hooks({id(p): gradient for p, gradient in earlier})
 
@@ -210,7 +226,42 @@ class ParameterHooks:
         handle = method(parameter, hook)
         self._take(parameter)
         self._wrap_backward()
+        self._tell_change(name)
         return handle
+
+    def _tell_change(self, name: str) -> None:
+        """Tells the other ranks that a hook was registered or removed."""
+        self._num_changes[name] += 1
+        self._to_check.append((f"polyphase/hooks/{self._run}/{self._num_changes[name]}/{name}", name))
+        if (job := current_job()) is not None:
+            job.count(self._to_check[-1][0], 1)
+
+    def _check_known_to_all(self) -> None:
+        """Checks late hooks after a backward: all ranks have come to it, and so past the place of the registration.
+
+        That a hook was removed is seen here, and checked after the next backward.
+
+        Raises:
+            RuntimeError: another rank has no such hook, or has it still, and would train with another gradient.
+        """
+        late, self._to_check = self._to_check, []
+        for name in self._agreed | self._late:
+            parameter, before = self._parameters[name], self._num_hooks[name]
+            self._num_hooks[name] = sum(len(_deferred(parameter, kind)) for kind in (_ON_GRADIENT, _AFTER_SUM))
+            if self._num_hooks[name] < before:
+                self._tell_change(name)
+        if not late or (job := current_job()) is None:
+            return
+        if self._strategy.root_device.type != "cpu":  # the host may be ahead of the others
+            torch.accelerator.synchronize()
+        expected = min(self._num_ranks, WORLD.size)  # a rank may have left the run
+        for key, name in late:
+            if (num_ranks := job.count(key)) < expected:
+                raise RuntimeError(
+                    f"a hook of {name!r} was registered or removed in mid-run on {num_ranks} of {expected} ranks: under"
+                    f" {self._strategy!r} these would train with another gradient than the others. Do it on all ranks,"
+                    " at the same place, and not by what a rank alone has (its number, its samples)."
+                )
 
     def _why_not_several(self, parameter: Tensor) -> str:
         return (

@@ -197,6 +197,49 @@ def test_a_hook_that_comes_in_mid_run_has_whole_gradients_or_is_refused():
         fit(make(nothing, HooksLate), "ddp_fork", accumulate_grad_batches=2)
 
 
+class HooksOnARank(Net):
+    """Rank 0 alone has the hook, whose result is a new tensor: its ranks would compare gradients by themselves."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2 and self.global_rank == 0:
+            self.out.weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", p.grad * 0.5))
+
+
+class RemovesOnARank(RemovesHooks):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.global_rank == 0:
+            super().on_train_batch_start(batch, batch_idx)
+
+
+def test_a_hook_that_one_rank_alone_removes_is_named():
+    nothing: Callable[[Net], None] = lambda module: None  # noqa: E731
+    with pytest.raises(
+        ProcessRaisedException, match=r"up\.weight' was registered or removed in mid-run on 1 of 2 ranks"
+    ):
+        fit(make(nothing, RemovesOnARank), "fsdp_fork")
+
+
+def registers_again(module: Net) -> None:
+    """All ranks know of a hook, so that more of them may come."""
+    module.out.weight.register_hook(lambda gradient: gradient * 0.5)
+
+
+@pytest.mark.parametrize("strategy", ["ddp_fork", "zero1_fork", "fsdp_fork", "tp_fork"])
+def test_a_hook_that_one_rank_alone_gets_in_mid_run_is_named(strategy):
+    with pytest.raises(
+        ProcessRaisedException, match=r"'out\.weight' was registered or removed in mid-run on 1 of 2 ranks"
+    ):
+        fit(make(registers_again, HooksOnARank), strategy)
+
+
+def test_a_first_hook_that_one_rank_alone_gets_in_mid_run_is_named():
+    nothing: Callable[[Net], None] = lambda module: None  # noqa: E731
+    with pytest.raises(
+        ProcessRaisedException, match=r"'out\.weight' was registered or removed in mid-run on 1 of 2 ranks"
+    ):
+        fit(make(nothing, HooksOnARank), "ddp_fork")
+
+
 class Slow(nn.Parameter):
     """A parameter that has a learning rate of its own."""
 
