@@ -53,6 +53,8 @@ class Capabilities:
     """Whether `run_schedule` runs forward and backward of a batch; the gradients are zeroed before."""
     can_offload: frozenset[str] = frozenset()
     """The values of the flag `offload` that it can honour."""
+    has_between_passes: bool = False
+    """Whether it has a context `between_passes`, in which hooks between forward and backward are called."""
     recomputes_blocks: bool = False
     """Whether the strategy applies `recompute` to the blocks itself."""
     keeps_step: bool = True

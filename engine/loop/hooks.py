@@ -87,6 +87,11 @@ class Hooks:
             or getattr(module.clip_gradients, "__func__", None) is not _CLIPS_BY
         )
 
+    def has(self, name: str) -> bool:
+        """Whether a callback or the module overrides hook `name`."""
+        of_callbacks = (overridden(callback, Callback, name) for callback in self.trainer.callbacks)
+        return overridden(self.module, LightningModule, name) is not None or any(of_callbacks)
+
     def call(self, name: str, *arguments: Any) -> Any:
         """Calls hook `name` of the callbacks, then of the module; returns the result of the module's."""
         if self.is_profiled:

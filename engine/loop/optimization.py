@@ -6,6 +6,7 @@ are too small by that factor, and a short batch counts for as much as a full one
 
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from typing import Any
 
@@ -43,6 +44,7 @@ class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpoc
         self.watch = watch
         self.loss_weighting = LossWeighting(trainer)
         self.runs_own_schedule = trainer.engine_strategy.capabilities.runs_own_schedule  # type: ignore[attr-defined]
+        self.has_between_passes = trainer.engine_strategy.capabilities.has_between_passes  # type: ignore[attr-defined]
         self.out_of_memory: OutOfMemory | None = None
         self._shortcuts: Shortcuts | None = None
         self.has_loss = False
@@ -178,7 +180,8 @@ class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpoc
         else:
             loss = self.loss_weighting.weigh(loss, {"weight": weight}, batch_idx, is_summed=True)
         # These hooks belong around backward. It is over by now, because the loss was not known earlier.
-        trainer.precision_plugin.pre_backward(loss, trainer.lightning_module)
+        with strategy.between_passes() if hooks.has("on_before_backward") else nullcontext():
+            trainer.precision_plugin.pre_backward(loss, trainer.lightning_module)
         trainer.precision_plugin.post_backward(loss, trainer.lightning_module)
         strategy.post_backward(loss)
         if ends_window:
@@ -301,7 +304,8 @@ class _MicroBatch(Closure):  # Lightning: it raises an error if the optimizer ha
         # Lightning: Closure.closure
         optimization, trainer = self._optimization, self._hooks.trainer
         if optimization.runs_own_schedule and not optimization._skip_backward:
-            self._zero_grad(trainer)
+            with self._between_passes():
+                self._zero_grad(trainer)
             return optimization.run_schedule(self._hooks, self._arguments, self._batch_idx, self.ends_window)
         output = self._shortcuts.training_step(*self._arguments)
         result = optimization.weighted_result(output, self._batch_idx)
@@ -311,12 +315,22 @@ class _MicroBatch(Closure):  # Lightning: it raises an error if the optimizer ha
             )
         if optimization._skip_backward:  # stochastic weight averaging runs a pass without gradients
             return result
-        self._zero_grad(trainer)
+        with self._between_passes():
+            self._zero_grad(trainer)
         if result.closure_loss is not None:
             self._hooks.in_hook("backward", self._shortcuts.backward, result.closure_loss, self._optimizers[0])
             if self.ends_window:
                 optimization.loss_weighting.correct()
         return result
+
+    def _between_passes(self) -> AbstractContextManager[None]:
+        """Returns the strategy's context of hooks between forward and backward, if there are any."""
+        hooks, optimization = self._hooks, self._optimization
+        if not optimization.has_between_passes:
+            return nullcontext()
+        names = ("on_before_zero_grad", "on_before_backward")
+        is_needed = not self._shortcuts.skips_zero_grad or any(map(hooks.has, names))
+        return hooks.strategy.between_passes() if is_needed else nullcontext()
 
     def _zero_grad(self, trainer: Any) -> None:
         """Zeroes the gradients of all optimizers, if a window begins."""

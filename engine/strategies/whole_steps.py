@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from .._compat.torch import TorchDispatchMode, _muon, tree_leaves, tree_map_only
 
-__all__ = ["GATHERED", "as_whole", "plain_as_replicas", "whole_in_hooks", "whole_results"]
+__all__ = ["GATHERED", "as_whole", "check_assignment", "plain_as_replicas", "whole_in_hooks", "whole_results"]
 
 _ELEMENTWISE = frozenset(
     (
@@ -41,6 +41,8 @@ _ELEMENTWISE = frozenset(
 """Optimizers that compute each element only from its own gradient and state, in the precision of the parameters."""
 _REFUSALS = ("Sharding propagation failed", "does not have a sharding strategy", "got mixed torch.Tensor and DTensor")
 """Parts of torch's messages if an operation fails before it computes or sends anything, on all ranks alike."""
+_BETWEEN_PASSES = ("on_before_zero_grad", "optimizer_zero_grad", "on_before_backward")
+"""The hooks that are called between the forward of a step and its backward."""
 GATHERED = "_polyphase_gathered"
 """Attribute of a view of a gathered copy: what is written to it is lost."""
 _CAST = torch.ops.aten._to_copy.default
@@ -98,6 +100,7 @@ def whole_in_hooks(trainer: Trainer) -> Callable[[], None]:
         base = LightningModule if isinstance(owner, LightningModule) else Callback
         for name in dir(base):
             is_hook = name.startswith("on_") and "transfer" not in name and "checkpoint" not in name
+            is_hook |= name == "optimizer_zero_grad"
             # The hooks of BaseFinetuning, which compare parameters, call the user's `finetune_function`.
             hook = getattr(getattr(owner, name), "__func__", getattr(owner, name))
             if is_hook and (_is_users(hook) or hook is BaseFinetuning.on_train_epoch_start):
@@ -122,10 +125,34 @@ def _call_whole(owner: Any, name: str, own: Callable[..., Any] | None, *args: An
     """Calls a hook; that of the class is looked up at each call, since it may be replaced."""
     hook = getattr(type(owner), name).__get__(owner) if own is None else own
     with plain_as_replicas(), _InHook(f"the hook {name}"):
-        result = hook(*args, **kwargs)
+        _running.append(name)
+        try:
+            result = hook(*args, **kwargs)
+        finally:
+            _running.pop()
     if isinstance(owner, LightningModule):
         _split_gradients(owner)
     return result
+
+
+_running: list[str] = []
+"""The hooks that run now, the innermost last."""
+
+
+def check_assignment() -> None:
+    """Called where values are assigned to the `data` of a parameter that is split.
+
+    Raises:
+        RuntimeError: backward is still to come. In one process it would go on with the tensor of before, but these
+            values are written into it.
+    """
+    if _running and _running[-1] in _BETWEEN_PASSES:
+        raise RuntimeError(
+            f"`p.data = values` in {_running[-1]}, between forward and backward, is refused for parameters that are"
+            " split over ranks: in one process backward has the former values still. Write into them, as in"
+            " `p.data.copy_(values)` or `p.data.mul_(0.9)`; assign in another hook, such as on_train_batch_end; or"
+            " choose another strategy, such as 'ddp'."
+        )
 
 
 def _split_gradients(module: LightningModule) -> None:

@@ -97,12 +97,15 @@ def plain_loop(model: Model, clip: float | None = None, device: str = "cpu", cut
         found: list[Any] = []
 
         def closure() -> Tensor:
-            optimizer.zero_grad()  # noqa: B023
             parts = [batch] if cut is None else zip(*map(cut, batch), strict=True)  # noqa: B023
             outputs = [module.training_step(part, index) for part in parts]  # noqa: B023
             loss = torch.stack([each["loss"] if isinstance(each, dict) else each for each in outputs]).mean()
             found.append(outputs[0])  # noqa: B023
+            module.on_before_zero_grad(optimizer)  # noqa: B023
+            module.optimizer_zero_grad(0, index, optimizer)  # noqa: B023
+            module.on_before_backward(loss)
             loss.backward()
+            module.on_after_backward()
             if clip is not None:
                 nn.utils.clip_grad_norm_(module.parameters(), clip)
             module.on_before_optimizer_step(optimizer)  # noqa: B023

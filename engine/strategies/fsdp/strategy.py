@@ -85,6 +85,7 @@ class FSDP(UnitSteps):
         state_is_sharded=True,
         can_offload=frozenset({"activations", "parameters"}),
         evaluates_in_inference_mode=False,  # FSDP2 reuses the tensors of its first gather
+        has_between_passes=True,
     )
 
     def __init__(self, options: FSDPOptions, launcher: str = "", comm_hook: CommHook | None = None) -> None:

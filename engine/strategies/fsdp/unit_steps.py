@@ -119,6 +119,16 @@ class UnitSteps(MeshStrategy):
         assert self.model is not None
         reshard(self.model)
 
+    @contextmanager
+    def between_passes(self) -> Iterator[None]:
+        """Frees the parameters that are kept for backward, which gathers them again: hooks see and write their shards.
+
+        What they wrote into a gathered copy would be lost, and a copy has no gradient.
+        """
+        assert self.model is not None
+        reshard(self.model)
+        yield
+
 
 # Manual optimization under `fsdp`: `training_step` itself calls backward and the optimizers.
 #

@@ -14,12 +14,12 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.grads import grad_norm
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Partial, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from ..._compat.torch import DTensorSpec, tree_leaves, tree_map_only
 from ...distributed.buckets import local_part
 from ..contents import begin_count, end_count, num_writes
-from ..whole_steps import GATHERED
+from ..whole_steps import GATHERED, check_assignment
 from .unit_order import READ, WRITE, UnitOrder
 
 __all__ = ["forget_data", "give_back_numbers", "keep_data", "keep_writes", "read_whole_numbers"]
@@ -84,12 +84,14 @@ def keep_data(order: UnitOrder | None, flag: str) -> None:
             raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")  # as torch
         if order is not None:
             order.check(WRITE)
-        with torch.no_grad():
+        # An activation is no leaf: its gradient, and that of the values, goes through the write.
+        is_activation = not tensor.is_leaf or any(isinstance(t, Tensor) and t.grad_fn for t in tree_leaves(values))
+        with torch.set_grad_enabled(is_activation and torch.is_grad_enabled()):
             whole = tensor.full_tensor().clone()
             index, values = tree_map_only(DTensor, lambda other: other.full_tensor(), (index, values))
             whole[index] = values
-            # src_data_rank=None: every rank has the whole tensor, so nothing is sent.
-            tensor.copy_(distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None))
+            replica = DTensor.from_local(whole, tensor.device_mesh, [Replicate()] * tensor.device_mesh.ndim)
+            tensor.copy_(replica.redistribute(placements=tensor.placements))
             if isinstance(tensor, _Part):
                 tensor.write_back()
 
@@ -134,6 +136,7 @@ def _set(tensor: Any, value: Any) -> None:
     if isinstance(value, DTensor) and (value.shape, value.dtype, value.device) == (
         tensor.shape, tensor.dtype, tensor.device,
     ):  # fmt: skip
+        check_assignment()
         with torch.no_grad():
             tensor.detach().copy_(value)
     else:

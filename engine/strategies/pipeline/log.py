@@ -19,7 +19,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics import Metric
 
-from .remote_values import CutError, users_line
+from ..callers import CutError, users_line
 from .shapes import TreeBroadcast
 
 __all__ = ["StepLog", "idle_text", "share_metrics", "unshare_metrics"]
@@ -65,6 +65,15 @@ class StepLog:
                 del attributes["log"]
             else:
                 attributes["log"] = before
+
+    @contextmanager
+    def muted(self) -> Iterator[None]:
+        """Context in which nothing is recorded."""
+        calls, self._calls = self._calls, {}
+        try:
+            yield
+        finally:
+            self._calls = calls
 
     def begin_micro_batch(self, is_last_stage: bool) -> None:
         """Called before each micro-batch, on each stage."""

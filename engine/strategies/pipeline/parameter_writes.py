@@ -12,14 +12,25 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as modules
 
 from ..._compat.torch import TorchDispatchMode
+from ...distributed.buckets import local_part
+from ..callers import CutError, is_of_fsdp, users_line
 from ..contents import begin_count, end_count, put_values
 from .reachable_state import sums
-from .remote_values import CutError, is_of_fsdp, tensors_in, users_line
+from .remote_values import tensors_in
 
-__all__ = ["KeptValues", "ParameterWrites", "advances_text", "new_parameter_text", "no_new_parameters"]
+__all__ = [
+    "KeptValues",
+    "ParameterWrites",
+    "advances_text",
+    "between_passes_text",
+    "new_parameter_text",
+    "no_new_parameters",
+    "note_writes",
+]
 
 _LIKE_ONE = "set microbatches=1 with schedule=gpipe, which is as in one process (one stage works at a time)"
 
@@ -48,6 +59,36 @@ def new_parameter_text(line: str, name: str) -> str:
     )
 
 
+def between_passes_text(name: str) -> str:
+    """Returns the message for a hook that writes into the parameter `name`, which the step uses."""
+    return (
+        f"a hook writes into the parameter {name!r} when gradients are zeroed, or before backward (on_before_zero_grad,"
+        " optimizer_zero_grad, on_before_backward): in one process that is after the forward of the batch and before"
+        " its backward, but a pipeline runs the two in turns, for each micro-batch. Such a hook is refused: write in"
+        " another one, such as on_train_batch_start or on_train_batch_end, or choose another strategy, such as 'fsdp'."
+    )
+
+
+@contextmanager
+def note_writes(module: nn.Module, written: list[str]) -> Iterator[None]:
+    """Context of hooks; adds the names of the parameters that they have written, which all ranks see."""
+    named = dict(module.named_parameters())
+    for parameter in named.values():
+        begin_count(parameter)
+    before = {name: _mark(parameter) for name, parameter in named.items()}
+    try:
+        yield
+        written += [name for name, parameter in named.items() if _mark(parameter) != before[name]]
+    finally:
+        for parameter in named.values():
+            end_count(parameter)
+
+
+def _mark(parameter: Any) -> Any:
+    """Returns what differs after a write; writes through `data` of split parameters are seen by values alone."""
+    return sums(local_part(parameter)) if isinstance(parameter, DTensor) else _count(parameter)
+
+
 class ParameterWrites:
     """Compares what the micro-batches of a batch write into the parameters of this rank's stages.
 
@@ -62,6 +103,8 @@ class ParameterWrites:
         """For each stage, the writes into each of its parameters, and those through `data`, after its last forward."""
         self._first: dict[int, dict[int, Any]] = {}
         """For each stage, the sums of what its first micro-batch has written, by the parameter's number."""
+        self.used: set[nn.Parameter] = set()
+        """The parameters that trial runs have used."""
 
     @contextmanager
     def counted(self) -> Iterator[None]:
@@ -122,20 +165,26 @@ class KeptValues(TorchDispatchMode):
 
     Args:
         parameters: the parameters.
+        used: gets those that an operation has read or written.
     """
 
-    def __init__(self, parameters: Mapping[int, list[nn.Parameter]]) -> None:
+    def __init__(self, parameters: Mapping[int, list[nn.Parameter]], used: set[nn.Parameter] | None = None) -> None:
         super().__init__()
         every = {parameter for of_stage in parameters.values() for parameter in of_stage}
-        self._by_storage: dict[int, Tensor] = {_storage(p): p for p in every if p.layout == torch.strided}
+        self._by_storage: dict[int, nn.Parameter] = {_storage(p): p for p in every if p.layout == torch.strided}
         self._kept: dict[int, Tensor] = {}
+        self._used = used
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Called by torch for each operation, below autograd."""
-        if func._schema.is_mutable:
+        if func._schema.is_mutable or self._used is not None:
             for tensor in tensors_in((args, kwargs or {})):
                 parameter = self._by_storage.get(_storage(tensor)) if tensor.layout == torch.strided else None
-                if parameter is not None and id(parameter) not in self._kept:
+                if parameter is None:
+                    continue
+                if self._used is not None:
+                    self._used.add(parameter)
+                if func._schema.is_mutable and id(parameter) not in self._kept:
                     self._kept[id(parameter)] = parameter.detach().clone()
         return func(*args, **(kwargs or {}))
 

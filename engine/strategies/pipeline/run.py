@@ -20,6 +20,7 @@ from torch import Tensor
 from ...checkpoint.rng import derive_seed, get_random_state, seed_all, set_random_state
 from ...compression import CountingGroup
 from ...distributed.object_group import ObjectGroup
+from ..callers import CutError
 from .attribute_writes import Key
 from .log import StepLog, idle_text, share_metrics, unshare_metrics
 from .micro_batches import (
@@ -33,9 +34,8 @@ from .micro_batches import (
 )
 from .parameter_writes import KeptValues, new_parameter_text
 from .partitioned_module import PartitionedModule, StepJob
-from .reachable_state import ReachableState
+from .reachable_state import ReachableState, Touched
 from .received_values import lend, loans_between, loans_text, return_gradients
-from .remote_values import CutError
 from .schedules import Clock, Stage, make_schedule, num_micro_batches
 from .shapes import Shapes, TreeBroadcast, flatten_tree
 from .stage_checks import check_hooks
@@ -153,6 +153,9 @@ class Runner:
         """Whether `loss_warning` may run the last stage by itself."""
         self.scale: Callable[[Tensor], Tensor] = lambda loss: loss
         """Multiplies the loss of a backward by the loss scale, if there is one."""
+        self._touched = Touched(module)
+        self._num_touching = 0
+        """The number of batches of training that have written attributes."""
         self._told: set[Key] = set()
         self._num_full = 0
         """The number of micro-batches of a full batch: the most that a batch was cut into."""
@@ -195,7 +198,9 @@ class Runner:
             work.log.take()  # discards the values of the trial run
             for stage in self._stages:
                 stage.borrowed = torch.nn.ParameterList(self.partitioned.borrowed)
+            self._touched.begin()
             self._run_schedule(schedule, work)
+            self._check_late_state(work)
             if work.trains:
                 return_gradients(loans, self.partitioned.borrowed, self.wire, self.partitioned.device)
         return self._share(work, warning)
@@ -238,6 +243,27 @@ class Runner:
         dist.all_gather_object(gathered, next(filter(None, problems), None), group=self._hosts)
         if (problem := next(filter(None, gathered), None)) is not None:
             raise CutError(problem)
+
+    def _check_late_state(self, work: _Work) -> None:
+        """Checks this rank's stages again where a batch of training has written attributes.
+
+        A step may use what an earlier one has left from some batch on: that is looked at after the first batch that has
+        written another attribute, and after the 2nd, 4th, 8th and so on that has written any.
+
+        Raises:
+            CutError: micro-batches have used what others have left; before the optimizer's step.
+        """
+        touched = self._touched.end() if work.trains and work.num_micro_batches > 1 else set()
+        if not touched or not self.partitioned.borrowed.allowed:  # under FSDP2 the ranks with shards would have to come
+            return
+        self._num_touching += 1
+        is_new = not touched <= self._touched.seen and not work.job.is_first
+        self._touched.seen |= touched
+        if is_new or (self._num_touching > 1 and self._num_touching.bit_count() == 1):
+            with work.log.muted():
+                problems = [state_problem(stage, work.num_micro_batches) for stage in self._stages]
+            if (problem := next(filter(None, problems), None)) is not None:
+                raise CutError(problem)
 
     def _first_batch_warning(self, work: _Work) -> str | None:
         """Warns of BatchNorm; returns the last stage's warning about the loss, which is broadcast to all ranks."""
@@ -365,7 +391,8 @@ class Runner:
             job.shapes.used[last] = dict(first.used.get(last, {}))
             job.shapes.borrowed[last] = list(first.borrowed.get(last, []))
         own_stages = {stage.stage: stage for stage in self._stages}
-        undo, kept = ReachableState(self.module).snapshot(), KeptValues(self.partitioned.own_parameters)
+        undo = ReachableState(self.module).snapshot()
+        kept = KeptValues(self.partitioned.own_parameters, self.partitioned.parameter_writes.used)
         try:
             for stage in range(self.partitioned.plan.num_stages):
                 failure: Exception | None = None

@@ -14,8 +14,8 @@ Once for each new shape of a batch: a trial forward pass, in which all stages le
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -36,6 +36,8 @@ from ...distributed.object_group import ObjectGroup
 from ...flags import Axis, Layout
 from ...initialization import check_shapes, materialize, read_stored
 from ..averages import split_as_module
+from ..callers import CutError, users_line
+from ..collectives import NoSumsOfGradients
 from ..fsdp.comm import CountedAllGather, CountedReduceScatter, attach_to_gathered, fsdp_units, reshard
 from ..fsdp.shard_checks import check_pruning
 from ..fsdp.written_parameters import forget_data, give_back_numbers, keep_data, keep_writes, read_whole_numbers
@@ -44,11 +46,10 @@ from ..optimizer_trial import habits_of
 from ..options import PPDDPOptions, PPFSDPOptions, PPOptions
 from ..replaced_parameters import Replacements
 from ..units import CompiledBlock, named_blocks, shard_units
-from .collectives import NoSumsOfGradients
 from .gradients import StageGradients
+from .parameter_writes import between_passes_text, note_writes
 from .partitioned_module import PartitionedModule, StepJob
 from .plan import StagePlan, plan_stages, replace_absent
-from .remote_values import users_line
 from .stage_checks import check_batch_size, check_flags, check_optimization, check_plan, check_schedule
 from .stage_module import StageModule
 
@@ -68,6 +69,7 @@ class Pipeline(MeshStrategy):
         MeshStrategy.capabilities,
         optimizer_state_partitioned=True,
         runs_own_schedule=True,
+        has_between_passes=True,
         state_is_sharded=True,
         gathers_state=False,
         recomputes_blocks=True,  # within each stage
@@ -96,6 +98,10 @@ class Pipeline(MeshStrategy):
         self._parts: list[StageModule] = []
         self._holders: dict[str, tuple[int, ...]] = {}
         self._buffer_owners: dict[str, int] = {}
+        self._written_between: list[str] = []
+        """The parameters that hooks have written which one process calls between forward and backward."""
+        self._has_run = False
+        """Whether a batch was trained, so that it is known which parameters its step uses."""
 
     # --- the ranks
 
@@ -350,6 +356,27 @@ class Pipeline(MeshStrategy):
 
     # --- steps
 
+    @contextmanager
+    def between_passes(self) -> Iterator[None]:
+        """Context of hooks that one process calls between forward and backward: refuses what they write into weights.
+
+        Raises:
+            CutError: they write into a parameter that the step uses; in the first batch the schedule raises it.
+        """
+        assert self.model is not None
+        with note_writes(self.model, self._written_between):
+            yield
+        if self._has_run:
+            self._check_written_between()
+
+    def _check_written_between(self) -> None:
+        written, self._written_between = self._written_between, []
+        partitioned, parameters = self._partitioned, dict(self.model.named_parameters()) if written else {}  # type: ignore[union-attr]
+        used = partitioned.parameter_writes.used  # type: ignore[union-attr]
+        for name in written:
+            if parameters[name] in used or parameters[name].requires_grad:
+                raise CutError(between_passes_text(name))
+
     def run_schedule(
         self, arguments: tuple[Any, ...], weigh: Callable[[Any], Tensor], synchronises: bool
     ) -> tuple[Tensor, Tensor | None]:
@@ -367,6 +394,8 @@ class Pipeline(MeshStrategy):
         hooks = nullcontext() if self._parameter_hooks is None else self._parameter_hooks.around_backward()
         with self._partitioned.collectives, hooks:  # type: ignore[union-attr]
             losses = self._runner.run("training_step", self.precision_plugin.train_step_context, arguments, weigh)
+            self._has_run = True
+            self._check_written_between()
             if synchronises or self.synchronises_always:
                 self._gradients.synchronise(self.active_hook, self.data_ranks)
         return losses

@@ -45,7 +45,7 @@ def install_operator_rules() -> None:
     _register_losses()
     for table, replacements in (
         (handlers, dict.fromkeys((_ATTENTION, _ATTENTION_BACKWARD), _with_mask_cut)),
-        (handlers, {aten._local_scalar_dense.default: _number}),
+        (handlers, {aten._local_scalar_dense.default: _number, aten.fill_.Scalar: _fill}),
         (rules, {operator: functools.partial(_scan, rules[operator]) for operator in _SCANS}),
         (rules, {operator: functools.partial(_on_whole, rules[operator]) for operator in _ON_WHOLE}),
         (rules, {operator: functools.partial(_view, rules[operator]) for operator in _VIEWS}),
@@ -127,6 +127,15 @@ def _loss_backward(gradient: Any, x: Any, target: Any, reduction: Any, *rest: An
 def _number(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Reads a number on the host: that of the whole tensor, where torch has that of the rank's part."""
     return operator(args[0].full_tensor())
+
+
+def _fill(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Writes a number: of a sum over ranks into one part, and zeros into the others, where torch writes it into all."""
+    tensor, value = args
+    axes = [axis for axis, placement in enumerate(tensor.placements) if placement.is_partial("sum")]
+    coordinates = tensor.device_mesh.get_coordinate() or ()
+    operator(tensor._local_tensor, 0 if any(coordinates[axis] for axis in axes) else value)
+    return tensor
 
 
 def _scan(rule: Callable[[OpSchema], Any], schema: OpSchema) -> Any:

@@ -43,12 +43,12 @@ from ...checkpoint import get_random_state, set_random_state
 from ...compression import CommHook
 from ...flags import Axis, Layout, check_count
 from ...initialization import check_shapes
+from ..callers import is_users
+from ..collectives import NoSharedSamples
 from ..contents import begin_count, in_tuples, num_writes
 from ..fsdp.shard_checks import explained
 from ..fsdp.strategy import FSDP
 from ..options import FSDPOptions, FSDPTPOptions, HSDPOptions, HSDPTPOptions, TPOptions
-from ..pipeline.collectives import NoSharedSamples
-from ..pipeline.remote_values import is_users
 from ..step_guard import StepSnapshot
 from ..whole_steps import plain_as_replicas
 from .operator_rules import install_operator_rules, restore_operator_rules
@@ -65,6 +65,7 @@ from .styles import (
     to_plain,
     to_replica,
 )
+from .view_writes import NoLostWrites
 
 # torch: it warns of two all-gathers in a row, which the whole weights at the end of a run need.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
@@ -247,6 +248,7 @@ class TensorParallel(FSDP):
         def plain(*args: Any, **kwargs: Any) -> Any:
             with (
                 plain_as_replicas(),
+                NoLostWrites() if self.compile is None else contextlib.nullcontext(),
                 self._collectives,
                 _explaining_dtensor(self._refusal),
                 explained(self.model, repr(self)),

@@ -287,6 +287,64 @@ class Hooks(Zoo):
             second.down.bias[second.down.bias > 0.1] = 0.1
 
 
+class BetweenPasses(Zoo):
+    """Writes into weights between forward and backward: what backward reads again has the new values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.blocks = nn.Linear(DIM, DIM), nn.ModuleList(Plain() for _ in range(3))
+        self.out = nn.Linear(DIM, DIM)
+
+    def training_step(self, batch, batch_idx):
+        x = self.into(batch[0])
+        for block in self.blocks:
+            x = block(x)
+        return mse_loss(self.out(x), batch[1])
+
+    def write(self) -> None:
+        for p in self.parameters():
+            p.data.mul_(0.9)
+        self.out.weight.data.clamp_(-0.1, 0.1)
+
+
+class BeforeZeroing(BetweenPasses):
+    def on_before_zero_grad(self, optimizer):
+        self.write()
+
+
+class Zeroing(BetweenPasses):
+    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+        self.write()
+        optimizer.zero_grad()
+
+
+class BeforeBackward(BetweenPasses):
+    def on_before_backward(self, loss):
+        self.write()
+
+
+class DecaysGradients(BetweenPasses):
+    """Adds to half of the last gradients, in place of zeroing them."""
+
+    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+        for p in self.parameters():
+            if p.grad is not None:
+                p.grad.mul_(0.5)
+
+
+class Assigns(BetweenPasses):
+    """What is split, and what is a whole copy until backward."""
+
+    def on_before_backward(self, loss):
+        self.out.weight.data = self.out.weight.data.clamp(-0.1, 0.1)
+
+
+class AssignsToABlock(BetweenPasses):
+    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+        optimizer.zero_grad()
+        self.blocks[0].up.weight.data = self.blocks[0].up.weight.data * 0.9
+
+
 class AddsToItsInput(Block):
     def forward(self, x):
         x += self.down.bias
@@ -337,6 +395,12 @@ def _trained(model: Model, flag: str, **flags: Any) -> dict[str, Tensor]:
         (TwoTasks, "ddp_fork"),
         (Hooks, "fsdp_fork"),
         (Hooks, "tp_fork"),
+        (BeforeZeroing, "fsdp_fork"),
+        (Zeroing, "hsdp_fork:replicate=2,shard=2"),
+        (BeforeBackward, "fsdp_fork"),
+        (BeforeBackward, "tp_fork"),
+        (DecaysGradients, "fsdp_fork"),
+        (Zeroing, "zero1_fork"),
     ],
 )
 def test_equals_a_plain_loop(make, flag):
@@ -356,6 +420,8 @@ def test_equals_a_plain_loop_with_recomputed_blocks(make, kind):
     [
         (Initialised, "a forward writes into scale, and each rank writes other values, made of its own samples"),
         (WritesInputs, "a block writes in place into a tensor that it is called with, which is refused"),
+        (Assigns, "`p.data = values` in on_before_backward, between forward and backward, is refused"),
+        (AssignsToABlock, "`p.data = values` in optimizer_zero_grad, between forward and backward, is refused"),
         (Arrays, r"a NumPy array of a parameter or gradient of shape \(16, 8\) is refused"),
     ],
 )

@@ -219,3 +219,100 @@ class HooksInStep(Net):
 def test_hooks_that_need_more_are_refused_by_name(kind, message):
     with pytest.raises(Exception, match=message):
         fit(kind(), "pp_fork")
+
+
+class BetweenPasses(Net):
+    """Writes between forward and backward; in one process the values of the forward do not change."""
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.blocks[0].up.weight.data.mul_(0.5)
+
+
+class BeforeBackward(Net):
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.out.weight.data = self.out.weight.data.clamp(-0.1, 0.1)
+
+
+class LateBetweenPasses(Net):
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad()
+        if batch_idx == 2:
+            self.blocks[3].up.weight.data.mul_(0.5)
+
+
+class Averages(Net):
+    """Updates an average of its weights, which no step uses, in the usual hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = nn.Linear(16, 4).requires_grad_(False)
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        for average, p in zip(self.average.parameters(), self.out.parameters(), strict=True):
+            average.data.lerp_(p.data, 0.5)
+
+
+@pytest.mark.parametrize("strategy", ["pp_fork", "pp+fsdp_fork"])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        (BetweenPasses, r"blocks\.0\.up\.weight"),
+        (BeforeBackward, r"out\.weight"),
+        (LateBetweenPasses, r"blocks\.3\.up\.weight"),
+    ],
+)
+def test_hooks_that_write_between_forward_and_backward_are_refused(strategy, kind, name):
+    written = f"a hook writes into the parameter '{name}' when gradients are zeroed"
+    with pytest.raises(Exception, match=f"{written}|`p.data = values` in on_before_backward"):
+        fit(kind(), strategy)
+
+
+def test_an_average_that_no_step_uses_may_be_written_there():
+    torch.manual_seed(1)
+    expected = Averages()
+    optimizer = expected.configure_optimizers()
+    for index, batch in enumerate(batches(BATCH)):
+        loss = expected.training_step(batch, index)
+        expected.on_before_zero_grad(optimizer)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    torch.manual_seed(1)
+    assert_equal(fit(Averages(), "pp_fork"), expected.state_dict())
+
+
+class Late(Block):
+    """Keeps a mean of what it has seen, and uses it from some batch on; it does not use it in the batches before."""
+
+    memory: Any = None
+    first_write, first_read = 0, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        batch_idx = vars(self)["batch_idx"]
+        if batch_idx >= self.first_read and self.memory is not None:
+            y = y + self.memory
+        if batch_idx >= self.first_write:
+            self.memory = y.detach().mean()
+        return y
+
+
+class WritesLate(Late):
+    first_write = first_read = 2
+
+
+class ReadsLate(Late):
+    first_read = 3
+
+
+class Batches(Own):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        for block in self.blocks:
+            vars(block)["batch_idx"] = batch_idx  # no attribute that is written: the same number in a batch
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("kind", [WritesLate, ReadsLate])
+def test_state_that_micro_batches_use_in_a_late_batch_is_refused(kind):
+    with pytest.raises(Exception, match=r"the attribute 'blocks\.\d\.memory' is changed by each micro-batch"):
+        fit(Batches(kind), "pp_fork")

@@ -29,6 +29,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "whether any": lambda x: x * (x > 1).any(-1, keepdim=True),
     "a sum as a number": lambda x: x * x.detach().sum().item(),
     "a maximum as a number": lambda x: x / float(x.detach().abs().max()),
+    "a number that is written into a sum": lambda x: (x.sum(-1) * 1).fill_(2.0) + x.sum(-1),
     "a choice by a sum": lambda x: x * (2 if x.detach().sum() > 0 else 3),
     "squared error": lambda x: functional.mse_loss(x, TARGET),
     "smooth error": lambda x: functional.smooth_l1_loss(x, TARGET),
