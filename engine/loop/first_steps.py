@@ -4,8 +4,9 @@ Phases, which all ranks enter together:
 1. Before the module is split or wrapped, rank 0 copies it. If it can't, it broadcasts the reason.
 2. Before the first step, and the hooks before it, rank 0 gathers the weights.
 3. In the first steps, each rank with different samples keeps its batches, random states, losses, and what hooks and
-   callbacks change of the data that the module keeps (the hooks of callbacks are not repeated). Of each step all ranks
-   keep the digests of the gradients (`unsplit.py`), and compute their norm (an all-reduce of one number, as for
+   callbacks change of the data that the module keeps. The hooks of callbacks are not repeated: where one writes into
+   weights or gradients, it is named in place of a comparison (`callback_writes.py`). Of each step all ranks keep the
+   digests of the gradients (`unsplit.py`), and compute their norm (an all-reduce of one number, as for
    clipping).
 4. Rank 0 runs its first two batches with the copy, whole and in parts (`split_batch.py`), and broadcasts the
    differences. That is all that is done under strategies that split nothing, such as ddp, by default.
@@ -24,9 +25,8 @@ from time import perf_counter
 from typing import Any, Literal, NamedTuple
 
 import torch
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -37,7 +37,9 @@ from ..distributed.object_group import WORLD
 from ..precision.clipping import norm_of
 from ..strategies import adapt
 from ..strategies.pipeline.reachable_state import ReachableState, snapshot_outside
+from .callback_writes import CallbackWrites, may_change_training
 from .module_copy import Memory, SampledBlock, copy_whole, fill_copy
+from .rate_sums import RateSums, unequal_rates
 from .split_batch import Comparison, compare_parts, kept_values
 from .unsplit import (
     SETTINGS,
@@ -86,7 +88,7 @@ class FirstSteps:
 
     duration_s = 0.0
     """The seconds that this rank has spent on the check so far, including its wait for rank 0."""
-    _rates: "_RateSums | None" = None
+    _rates: "RateSums | None" = None
 
     def __init__(self, trainer: Any, policy: bool | Literal["auto"]) -> None:
         self._trainer, self._policy = trainer, policy
@@ -110,6 +112,7 @@ class FirstSteps:
         self._put_outside: Any = None
         """Puts back what the module's code reached outside of it before the first step."""
         self._handles: list[Any] = []
+        self._callback_writes: CallbackWrites | None = None
 
     # --- before
 
@@ -117,16 +120,13 @@ class FirstSteps:
         """Phase 1: copies the module on rank 0; called on all ranks before the module is split or wrapped."""
         self._reset()
         start_s = perf_counter()
-        reason = self._reason_to_skip()
-        large = None if reason is not None or self._policy is True else self._too_large(module)
-        many = None if self._policy is True else self._too_many_ranks()
-        why_not_repeated = reason or self._reason_not_to_repeat() or large or many
-        size = large or many
-        if reason is None and large is None:
-            self._splits = self._trainer.data_size > 1
-        if reason is None and self._reason_not_to_repeat() is None and size is not None:
+        # What is compared: nothing; parts of a batch; the steps of the run, with one block of a module that is large.
+        nothing, large, many = self._reason_to_skip(), self._too_large(module), self._too_many_ranks()
+        why_not_repeated, size = nothing or self._reason_not_to_repeat(), large or many
+        self._splits = nothing is None and large is None and self._trainer.data_size > 1
+        self._repeats = why_not_repeated is None and size is None
+        if why_not_repeated is None and size is not None:
             why_not_repeated = self._take_sample(module, size)
-        self._repeats = why_not_repeated is None and self._sample is None
         if self._repeats or self._splits:
             problem = self._agree_on_copy(module)
             if problem is not None:
@@ -168,6 +168,8 @@ class FirstSteps:
 
     def _too_large(self, module: LightningModule) -> str | None:
         """Returns why the default does not copy the whole module; None if it does."""
+        if self._policy is True:
+            return None
         num_bytes = sum(parameter.nbytes for parameter in module.parameters())
         num_parts = sum(1 for _ in module.modules())
         if num_bytes > _MAX_BYTES:
@@ -178,7 +180,7 @@ class FirstSteps:
 
     def _too_many_ranks(self) -> str | None:
         data_size = self._trainer.data_size
-        if data_size > _MAX_RANKS:
+        if self._policy is not True and data_size > _MAX_RANKS:
             return f"one process would do the work of {data_size} ranks, more than {_MAX_RANKS}"
         return None
 
@@ -257,6 +259,7 @@ class FirstSteps:
             self._sample.begin()
         if not self._repeats and self._sample is None:
             return
+        self._callback_writes = CallbackWrites(trainer.lightning_module, trainer.callbacks)
         self._settings: dict[Any, list[dict[str, Any]]]
         self._settings = {optimizer: _settings(optimizer) for optimizer in strategy.optimizers}
         self._handles = [optimizer.register_step_post_hook(self._record_step) for optimizer in strategy.optimizers]
@@ -365,7 +368,7 @@ class FirstSteps:
             sums = rates.sums
         by_rank = WORLD.gather_object((self._weights(), sums))
         weights, sums_by_rank = zip(*by_rank, strict=True) if by_rank else ((), ())
-        unequal, rates_text = WORLD.broadcast_object((unequal_replicas(weights), _unequal_rates(sums_by_rank)))
+        unequal, rates_text = WORLD.broadcast_object((unequal_replicas(weights), unequal_rates(sums_by_rank)))
         module = type(self._trainer.lightning_module).__name__
         if rates_text is not None:
             self._tell(
@@ -387,7 +390,7 @@ class FirstSteps:
     def begin_run(self) -> None:
         """Called before the first epoch, when there are optimizers: adds up their learning rates from now on."""
         if self._keeps_replicas and self._trainer.strategy.layout.pp == 1:  # stages have other groups
-            self._rates = _RateSums(self._trainer.strategy.optimizers)
+            self._rates = RateSums(self._trainer.strategy.optimizers)
 
     def close(self) -> None:
         """Removes what is still attached; called however a run ends."""
@@ -427,6 +430,11 @@ class FirstSteps:
         self._problem = self._problem or problem
         gradients = [call.gradients for step in self._steps for call in step.calls]
         settings = [(call.optimizer, call.settings) for step in self._steps for call in step.calls]
+        if self._callback_writes is not None and (names := self._callback_writes.names):
+            self._problem = self._problem or (
+                f"{', '.join(dict.fromkeys(names))} changes weights or gradients, and callbacks take no part in the"
+                " repeated steps"
+            )
         kept = self._problem, self._steps if self._reports_batches else None, (gradients, settings), self._weights()
         reports = WORLD.gather_object(kept)
         verdict: tuple[str | None, str | None] = None, None
@@ -552,6 +560,8 @@ class FirstSteps:
         vars(self._trainer.strategy).pop("training_step", None)
         for handle in self._handles:
             handle.remove()
+        if self._callback_writes is not None:
+            self._callback_writes.close()
         self._reset()
 
     def _repeat(self, ranks: list[list[Step]]) -> Replay:
@@ -586,7 +596,7 @@ class FirstSteps:
 
     def _describe(self, differences: list[str]) -> str:
         trainer = self._trainer
-        callbacks = [type(c).__name__ for c in trainer.callbacks if _may_change_training(c)]
+        callbacks = [type(c).__name__ for c in trainer.callbacks if may_change_training(c)]
         also = f" (Callbacks take no part in that: {', '.join(callbacks)}.)" if callbacks else ""
         return (
             f"the first {len(self._steps)} step(s) of {type(trainer.lightning_module).__name__} under strategy"
@@ -613,49 +623,6 @@ def _host_copy(batch: Any) -> Any:
     return own
 
 
-class _RateSums:
-    """For each group of optimizers, the sum of the learning rates of its steps, which must be the same on all ranks.
-
-    A rank that steps with another rate shows in its weights under `ddp`, but not where each rank steps its own shards.
-    """
-
-    def __init__(self, optimizers: Sequence[Any]) -> None:
-        self._sums: dict[Any, list[float]] = {o: [] for o in optimizers if isinstance(o, torch.optim.Optimizer)}
-        self._handles = [optimizer.register_step_post_hook(self._add) for optimizer in self._sums]
-
-    def _add(self, optimizer: Any, *_: Any) -> None:
-        before = self._sums.get(optimizer)
-        if before is None:  # a copy, with the hooks of its original: a server steps those under `ps`
-            return
-        rates = [group["lr"] for group in optimizer.param_groups if "lr" in group]
-        before += [0.0] * (len(rates) - len(before))  # groups that were added meanwhile
-        # Others are tensors of a device, which the host would wait for.
-        self._sums[optimizer] = [
-            total + rate if isinstance(rate, float) else total for total, rate in zip(before, rates, strict=False)
-        ]
-
-    @property
-    def sums(self) -> list[list[float]]:
-        """The sums of each optimizer's groups."""
-        return list(self._sums.values())
-
-    def close(self) -> None:
-        """Removes its hooks."""
-        for handle in self._handles:
-            handle.remove()
-
-
-def _unequal_rates(sums: Sequence[list[list[float]]]) -> str | None:
-    """Describes the first group whose sum of learning rates is not the same on all ranks."""
-    for rank, of_rank in enumerate(sums):
-        for index, (own, first) in enumerate(zip(of_rank, sums[0], strict=False)):
-            for group, (a, b) in enumerate(zip(first, own, strict=False)):
-                if abs(a - b) > 1e-9 * max(abs(a), abs(b)):
-                    where = f"optimizer {index}, group {group}"
-                    return f"those of {where} add up to {a:.7g} on rank 0, to {b:.7g} on rank {rank}"
-    return None
-
-
 def _unequal_settings(by_rank: Sequence[list[tuple[int, list[dict[str, Any]]]]]) -> list[str]:
     """Describes the first setting of an optimizer that was changed otherwise on another rank than on rank 0."""
     for rank, calls in enumerate(by_rank):
@@ -676,11 +643,6 @@ def _as_number(setting: Any) -> Any:
     if isinstance(setting, DTensor):
         setting = setting.full_tensor()
     return float(setting) if isinstance(setting, Tensor) else setting
-
-
-def _may_change_training(callback: Any) -> bool:
-    is_stock = type(callback).__module__.startswith(("lightning.", "polyphase."))
-    return not is_stock and any(is_overridden(hook, callback, Callback) for hook in dir(Callback) if hook[:3] == "on_")
 
 
 # --- differences, and their tolerances

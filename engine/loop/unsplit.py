@@ -11,7 +11,7 @@ import functools
 import io
 import itertools
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -30,11 +30,12 @@ from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
 from .._compat.lightning import _configure_optimizers
-from .._compat.torch import TorchDispatchMode, tree_flatten, tree_unflatten
 from ..attachments import has_hooks
 from ..checkpoint import get_random_state, set_random_state
+from ..data.samples import NoSamplesError, join_batches
 from ..distributed.buckets import move_module
 from ..precision.loss_scaling import Parameters
+from ..strategies.collectives import NoneAtAll
 from ..strategies.pipeline.reachable_state import snapshot_outside
 from .module_copy import Memory, put
 
@@ -159,6 +160,8 @@ def _place(tensor: Tensor) -> tuple[int, ...]:
     return tuple(c for c, placement in zip(coordinates, tensor.placements, strict=True) if not placement.is_replicate())
 
 
+_BETWEEN_PASSES = ("on_before_zero_grad", "optimizer_zero_grad", "on_before_backward")
+"""The hooks that are called between the forward of a step and its backward."""
 SETTINGS = ("lr", "momentum", "betas", "weight_decay")
 """The settings of an optimizer's groups that schedulers and callbacks may change."""
 
@@ -276,7 +279,7 @@ class Replay:
             with (
                 contextlib.ExitStack() as silence,
                 warnings.catch_warnings(),
-                _RefuseCollectives(),
+                NoneAtAll(NeedsOtherRanks),  # they wait for the end of the check
                 torch.enable_grad(),
             ):
                 for stream in (contextlib.redirect_stdout, contextlib.redirect_stderr):
@@ -388,9 +391,12 @@ class Replay:
             begins: whether gradients are zeroed before.
         """
         module: Any = self.module
-        for optimizer in self._optimizers if begins else ():
-            module.on_before_zero_grad(optimizer)
-            module.optimizer_zero_grad(self._stand_in.current_epoch, windows[0][0].batch_idx, optimizer)
+
+        def zero() -> None:
+            for optimizer in self._optimizers:
+                module.on_before_zero_grad(optimizer)
+                module.optimizer_zero_grad(self._stand_in.current_epoch, windows[0][0].batch_idx, optimizer)
+
         num_samples = sum(micro_batch.samples for window in windows for micro_batch in window)
         total, mean = torch.zeros((), device=self.device), torch.zeros((), device=self.device)
         for window in windows:
@@ -398,7 +404,8 @@ class Replay:
             is_first = all(batch_idx != before for _, _, before in ends)
             if is_first:
                 module.on_train_batch_start(batch, batch_idx)
-            output = self._accumulate(window, num_samples, total, mean)
+            begins_here = begins and window is windows[0]
+            output = self._accumulate(window, num_samples, total, mean, zero if begins_here else lambda: None)
             module.on_after_backward()
             if is_first:
                 ends.append((output, batch, batch_idx))
@@ -406,11 +413,11 @@ class Replay:
         return mean / total
 
     def _accumulate(
-        self, window: Sequence[MicroBatch], num_samples: int, total: Tensor, mean: Tensor
+        self, window: Sequence[MicroBatch], num_samples: int, total: Tensor, mean: Tensor, zero: Callable[[], None]
     ) -> dict[str, Any] | None:
         """Runs forward and backward of the ranks' micro-batches of one index in the window.
 
-        Adds their weights to `total`, and their losses, weighted, to `mean`.
+        Adds their weights to `total`, and their losses, weighted, to `mean`. Calls `zero` before the first backward.
 
         Returns:
             The first output, as hooks get it; None if no rank has a sample.
@@ -420,11 +427,16 @@ class Replay:
         # A forward may write parameters, too, such as those of an averaged teacher.
         kept = () if self.joins_batches else itertools.chain(module.buffers(), module.parameters())
         before = [(tensor, tensor.detach().clone()) for tensor in kept]
-        # A hook on a parameter gets the gradient of the whole batch at once, as it does in one process.
-        is_hooked, losses = has_hooks(module.parameters()), []
+        # A hook on a parameter gets the gradient of the whole batch at once, as it does in one process; and hooks
+        # between forward and backward, which may write into weights, are called between the two once.
+        is_between = any(is_overridden(name, module) for name in _BETWEEN_PASSES)
+        waits, losses = has_hooks(module.parameters()) or is_between, []
+        if not waits:
+            zero()
         # Each rank has classes and globals of its own, too.
         is_alone = self.joins_batches or len(window) == 1
         put_outside = (lambda: None) if is_alone else snapshot_outside(module)
+        random: dict[str, Any] | None = None
         for rank, micro_batch in enumerate([self._joined(window)] if self.joins_batches else window):
             if micro_batch.samples == 0:
                 continue
@@ -436,6 +448,8 @@ class Replay:
                 self._memories[rank].recall(module)
                 put_outside()
             output = self._call(micro_batch)
+            # Hooks after the step draw what they draw on rank 0.
+            random = get_random_state() if random is None else random
             for tensor, value in of_first:  # ... and as in DDP, those of rank 0 count after the batch
                 tensor.data.copy_(value)
             loss, weight = loss_of(output), output.get("weight") if isinstance(output, dict) else None
@@ -448,14 +462,19 @@ class Replay:
             total += counts
             extra = output if isinstance(output, dict) else {}
             first = {**extra, "loss": loss.detach()} if first is None else first
-            module.on_before_backward(loss)
             losses.append(loss.masked_fill(counts == 0, 0.0) * (counts / num_samples))
             mean += losses[-1].detach() * num_samples
-            if not is_hooked:
+            if not waits:
                 module.backward(losses.pop() * self._scale)
             self._memories[rank].keep(module)
+        if random is not None:
+            set_random_state(random)
+        if waits:
+            zero()
         if losses:
-            module.backward(torch.stack(losses).sum() * self._scale)
+            whole_loss = torch.stack(losses).sum()
+            module.on_before_backward(whole_loss)
+            module.backward(whole_loss * self._scale)
         self._memories[0].recall(module)  # the hooks after the batch are those of rank 0
         return first
 
@@ -489,19 +508,15 @@ class Replay:
         window = [micro_batch for micro_batch in window if micro_batch.samples] or window[:1]
         if len(window) == 1:
             return window[0]
-        leaves = [tree_flatten(micro_batch.batch) for micro_batch in window]
-        columns = list(zip(*(values for values, _ in leaves), strict=True))
         samples = [micro_batch.samples for micro_batch in window]
-        for column in (column for column in columns if isinstance(column[0], Tensor)):
-            rows = {len(t) / num if t.dim() else 0 for t, num in zip(column, samples, strict=True)}
-            if 0 in rows or len(rows) > 1:  # rows of a sample
-                raise UnfitError("the batches of the ranks can't be joined")
-        joined = [torch.cat(column) if isinstance(column[0], Tensor) else column[0] for column in columns]
+        try:
+            batch = join_batches([micro_batch.batch for micro_batch in window], samples)
+        except NoSamplesError as error:
+            raise UnfitError(f"the batches of the ranks can't be joined: they have {error}") from None
         losses = [micro_batch.loss for micro_batch in window]
         loss = None
         if losses[0] is not None:
             loss = sum(value * num for value, num in zip(losses, samples, strict=True)) / sum(samples)
-        batch = tree_unflatten(joined, leaves[0][1])
         return dataclasses.replace(window[0], batch=batch, samples=sum(samples), loss=loss)
 
     def _load_settings(self, optimizer: Any, *_: Any) -> None:
@@ -566,15 +581,6 @@ class ManualOptimizer(LightningOptimizer):
         self._module.on_before_optimizer_step(self._optimizer)
         self._optimizer.step(**kwargs)
         return loss
-
-
-class _RefuseCollectives(TorchDispatchMode):
-    """Refuses collectives: the other ranks wait for the end of the check, and would not take part."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "c10d" in func.namespace:
-            raise NeedsOtherRanks
-        return func(*args, **(kwargs or {}))
 
 
 def loss_of(output: Any) -> Tensor | None:

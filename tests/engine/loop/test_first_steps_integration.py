@@ -188,6 +188,63 @@ def test_what_hooks_change_between_steps_is_no_difference(make, callbacks):
     fit(NORMS._replace(make=make), "fsdp_fork", True, callbacks)
 
 
+class NoiseInHooks(unusual.Blocks):
+    """Adds noise to gradients and weights, and writes into weights between forward and backward."""
+
+    def on_before_optimizer_step(self, optimizer):
+        for p in self.parameters():
+            p.grad.add_(torch.randn_like(p.grad), alpha=0.1)
+
+    @torch.no_grad()
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        for p in self.parameters():
+            p.add_(torch.randn_like(p), alpha=0.1)
+
+    def on_before_zero_grad(self, optimizer):
+        for p in self.parameters():
+            p.data.mul_(0.9)
+
+
+class Langevin(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(torch.randn_like(p), alpha=0.1)
+        return loss
+
+
+class NoiseInItsOptimizer(unusual.Blocks):
+    def configure_optimizers(self):
+        return Langevin(self.parameters(), lr=0.05)
+
+
+@pytest.mark.parametrize("make", [NoiseInHooks, NoiseInItsOptimizer])
+def test_noise_of_a_module_is_drawn_as_in_the_run(make):
+    model = MODELS["batch norm"]._replace(make=make, data=unusual.MODELS["memory"].data)
+    fit(model, "fsdp_fork", True)
+
+
+class NoiseInGradients(Callback):
+    def on_after_backward(self, trainer, pl_module):
+        for p in pl_module.parameters():
+            p.grad.add_(torch.randn_like(p.grad), alpha=0.1)
+
+
+class ShrinksWeights(Callback):
+    def on_before_zero_grad(self, trainer, pl_module, optimizer):
+        for p in pl_module.parameters():
+            p.data.mul_(0.9)
+
+
+@pytest.mark.parametrize("callback", [NoiseInGradients(), ShrinksWeights()])
+def test_who_writes_without_taking_part_is_named_in_place_of_a_difference(callback):
+    text = f"not compared with those of one process: {type(callback).__name__} changes weights or gradients"
+    with pytest.raises(ProcessRaisedException, match=text):
+        fit(unusual.MODELS["memory"], "fsdp_fork", True, [callback])
+
+
 class Apart(type(NORMS.make()).__mro__[1]):
     """In the third step, each rank scales its gradients by another number."""
 
