@@ -90,6 +90,10 @@ MENDS = {
     "a rank without samples counts in what is gathered": Defect(
         "ddp", _CENTRED, [(f"{_STRATEGIES}.layout", "leave_out_fillers", lambda gathered, group: gathered)]
     ),
+    # Nothing prevents these: the check of parts of a batch says them.
+    "a loss is a sum over the samples of a rank": Defect("ddp", MODELS["summed loss"], []),
+    "gradients of activations are clamped on each rank": Defect("zero1", MODELS["clamped activations"], []),
+    "each rank remembers losses of its own": Defect("ddp", MODELS["memory of losses"], []),
     "a codebook is that of the samples of rank 0": Defect(
         "ddp:average_buffers=true",
         MODELS["codebook"],

@@ -48,9 +48,17 @@ def _report(defect: Defect) -> str:
     try:
         _fit(defect, build(defect.model), check=True)
     except Exception as error:
-        said = re.search(r"FirstStepsError: (.*?) (?:`polyphase verify`|`ReplicaGuard`)", str(error), re.DOTALL)
-        return " ".join(said[1].split(": ", 1)[1].split()) if said else ""
+        return _differences(" ".join(str(error).split()))
     return ""
+
+
+def _differences(text: str) -> str:
+    """The differences that an error of the check names; empty for any other error."""
+    remedies = r"(?:`polyphase verify`|`ReplicaGuard`|The result is not that of one process)"
+    if memory := re.search(r"FirstStepsError: .* train \w+ by different values of (.*?): what is kept", text):
+        return f"{memory[1]} is that of the samples of a rank"
+    said = re.search(rf"FirstStepsError: (.*?) {remedies}", text)
+    return said[1].split(": ", 1)[1].removeprefix("with a batch in two parts, ") if said else ""
 
 
 def _fit(defect: Defect, module: Any, check: bool) -> None:

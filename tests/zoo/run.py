@@ -23,7 +23,12 @@ STRATEGIES = ("ddp", "zero1", "fsdp", "tp", "cp", "pp")
 TOLERANCE = 1e-5
 """Largest difference of a weight. Three steps in float32: sums in another order are 1e-7 apart."""
 
-_SAID = ("in a pipeline", "which is what a pipeline trains with", "the ranks have different values of")
+_SAID = (
+    "in a pipeline",
+    "which is what a pipeline trains with",
+    "the ranks have different values of",
+    "is not the mean of steps on its parts",
+)
 """Parts of the warnings of a difference that the engine leaves."""
 _UNUSED = "find_unused_parameters=true"
 _OURS = str(Path(polyphase.engine.__file__ or "").parent)

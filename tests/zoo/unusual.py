@@ -374,6 +374,38 @@ class Remembers(Blocks):
         return super().training_step(batch, batch_idx) / len(self.memory)
 
 
+class Summed(Blocks):
+    """A sum over the samples, which is no mean of the sums of ranks."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        inputs, classes = batch
+        return 0.1 * cross_entropy(self(inputs), classes, reduction="sum")
+
+
+class ClampedActivations(Blocks):
+    """Clamps the gradients of activations, which are larger in a mean over fewer samples."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.into(x)
+        if x.requires_grad:
+            x.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class RemembersLosses(Blocks):
+    """Divides by an average of its losses, which it keeps on itself."""
+
+    average: Any = 1.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        weighed = loss / self.average
+        self.average = 0.5 * self.average + 0.5 * float(loss)
+        return weighed
+
+
 class ChangesItsHook(Blocks):
     """Gives itself a hook in mid-epoch."""
 
@@ -413,5 +445,8 @@ MODELS = {
     "reentrant checkpoints": Model(Reentrant, rows(), "two forwards"),
     "unfreezing": Model(Unfreezes, rows(), "in mid-epoch"),
     "memory": Model(Remembers, rows(), "a list on the module"),
+    "summed loss": Model(Summed, rows(), "no mean over samples"),
+    "clamped activations": Model(ClampedActivations, rows(), "gradients in backward"),
+    "memory of losses": Model(RemembersLosses, rows(), "an average on the module"),
     "hook in mid-epoch": Model(ChangesItsHook, rows(), "given to itself"),
 }
