@@ -3,7 +3,9 @@
 import json
 import os
 import random
+import re
 import shutil
+import tracemalloc
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -12,11 +14,24 @@ from typing import Any
 import pytest
 import torch
 
-from polyphase.engine.checkpoint import AsyncCheckpointer, CheckpointError, commands, find, is_checkpoint, read_manifest
+from polyphase.doctor import records
+from polyphase.engine.checkpoint import (
+    AsyncCheckpointer,
+    CheckpointError,
+    commands,
+    dcp_storage,
+    find,
+    folder_index,
+    is_checkpoint,
+    manifest,
+    read_manifest,
+    run_record,
+)
 from polyphase.engine.checkpoint.manifest import MANIFEST
 from polyphase.engine.checkpoint.publish import repair
 from polyphase.engine.checkpoint.retention import list_entries
 
+from ...distributed import ROOT
 from .sample_checkpoints import content, same, save, seal
 
 NUM_EDITS = 500
@@ -244,6 +259,29 @@ def test_what_no_file_backs_takes_no_memory(tmp_path):
     index(four_terabytes)(tmp_path / "x")
     with pytest.raises(CheckpointError, match=r"the tensor state_dict\.net\.bias has chunks of 4 elements in all"):
         AsyncCheckpointer().load(str(tmp_path / "x"))
+
+
+def test_the_page_has_the_limits_of_json():
+    """Each file of JSON is read up to its limit, and takes no more memory for each byte than docs/security.md says."""
+    page = " ".join((ROOT / "docs" / "security.md").read_text().split())
+    limits = {
+        "`MANIFEST.json`": manifest._MOST_BYTES,
+        "`tensors.json`": dcp_storage._INDEX_MOST_BYTES,
+        "`.index.jsonl`": folder_index._MOST_BYTES,
+        "`.run.json`": run_record._MOST_BYTES,
+        "the doctor's records": records._MOST_BYTES,
+    }
+    for name, most_bytes in limits.items():
+        assert f"{name} {most_bytes >> 20} MiB" in page
+    (factor,) = re.findall(r"JSON takes up to (\d+) times its bytes", page)
+    for part in ("[]", '{"":0}', '{"a":[]}', '{"":{"":0}}', '"ab"', "1e9", "999"):
+        content = f"[{','.join([part] * 50_000)}]"
+        tracemalloc.start()
+        parsed = json.loads(content)
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert parsed, part
+        assert most < int(factor) * len(content), part
 
 
 def test_content_of_the_helpers(tmp_path):
