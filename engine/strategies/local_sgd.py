@@ -227,6 +227,8 @@ class LocalSGD(DDP):
         """Replaces tensors by what a collective makes of them, bucket by bucket."""
         means, buckets = self._means, list(in_buckets(tensors, self.local.bucket_cap_mb))
         assert means is not None
+        if not buckets:
+            return
 
         def results() -> Generator[Tensor, None, None]:
             for index, bucket in enumerate(buckets):
