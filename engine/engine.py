@@ -326,8 +326,8 @@ class Engine(TrainerBase):
         a_few = {**_A_FEW_STEPS, "max_steps": steps}
         # The reference gets all flags that `Trainer` has too, but not those that distribute the run.
         shared = {key: value for key, value in self.flags.items() if key not in _DISTRIBUTION_FLAGS}
-        loader = train_dataloaders if datamodule is None else datamodule.train_dataloader()
-        generator: Any = getattr(getattr(loader, "sampler", None), "generator", None)
+        data_of_reference = copy.deepcopy(datamodule)
+        generator: Any = getattr(getattr(train_dataloaders, "sampler", None), "generator", None)
         order = generator.get_state() if generator is not None else None
         numbers = get_random_state()
         with tempfile.TemporaryDirectory() as folder, verification.exact_arithmetic():
@@ -345,6 +345,11 @@ class Engine(TrainerBase):
                 if engine._finetuning is not None:
                     engine._finetuning.prepare(whole, is_copied=False)
                 read_stored(whole)
+                loader = train_dataloaders
+                if data_of_reference is not None:
+                    data_of_reference.prepare_data()
+                    data_of_reference.setup("fit")
+                    loader = data_of_reference.train_dataloader()
                 batch_size = self.config.global_batch_size or (loader.batch_size or 0) * engine.data_size
                 with quiet(is_trial=True):
                     reference = verification.reference_steps(whole, loader, batch_size, {**shared, **a_few})

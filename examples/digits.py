@@ -4,6 +4,7 @@ python examples/digits.py --strategy ddp --devices 2 --accelerator cpu
 """
 
 import argparse
+import sys
 
 from lightning.pytorch import seed_everything
 
@@ -29,7 +30,7 @@ def main() -> None:
     log_dir = engine.log_dir  # on every rank: rank 0 tells the others
     if engine.is_global_zero:
         print(f"test accuracy {results[0]['test/accuracy']:.4f}")
-        print(f"curves: tensorboard --logdir {log_dir}")
+        print(f"curves: {sys.executable} -m tensorboard.main --logdir {log_dir}")
 
 
 if __name__ == "__main__":

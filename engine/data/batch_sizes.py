@@ -163,14 +163,21 @@ class BatchSizes:
         batches = self._batches
         if self.global_batch_size is None or batches is None:
             return None
-        return min(batches.batch_size, math.ceil(batches.size / batches.sampler.num_replicas))
+        return min(batches.batch_size, self.share)
+
+    @property
+    def share(self) -> int:
+        """The samples of a full global batch that a rank has, at most."""
+        batches = self._batches
+        assert batches is not None
+        return math.ceil(batches.size / batches.sampler.num_replicas)
 
     @property
     def largest(self) -> int:
         """The samples of the largest micro-batch of a full global batch, on one rank."""
         batches = self._batches
         assert batches is not None
-        return math.ceil(math.ceil(batches.size / batches.sampler.num_replicas) / batches.per_step)
+        return math.ceil(self.share / batches.per_step)
 
     @property
     def of_full_step(self) -> tuple[int, int, int] | None:

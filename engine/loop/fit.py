@@ -14,6 +14,7 @@ from ..data.exhausted import ends_with_data
 from ..data.stateful import starts_iterator
 from ..data.workers import end_workers
 from ..strategies.averages import follow_until_first_update, resume_schedules
+from ..strategies.sync_batchnorm import tell_own_statistics
 from .runs import allows_empty_data, hide_tree_warnings, why_empty
 
 __all__ = ["FitLoop", "NothingTrainedError"]
@@ -62,6 +63,7 @@ class FitLoop(_FitLoop):
         self.epoch_loop.first_steps.begin_run()  # type: ignore[attr-defined]
         self.trainer.add_run_callbacks()  # type: ignore[attr-defined]
         super().on_run_start()
+        tell_own_statistics(self.trainer)
         self.trainer.steering.compare()  # type: ignore[attr-defined]
 
     def on_run_end(self) -> None:

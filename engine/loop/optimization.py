@@ -424,6 +424,8 @@ class ManualOptimization(_ManualOptimization):  # Lightning: _TrainingEpochLoop.
                 super().advance(kwargs)
         else:
             super().advance(kwargs)
+        if self.trainer.accumulate_grad_batches > 1 and self.optim_step_progress.total.ready > num_steps:
+            self._check_global_batch(batch_idx, sizes)
         if (
             backward is not None
             and backward.num_calls == num_calls
@@ -437,6 +439,20 @@ class ManualOptimization(_ManualOptimization):  # Lightning: _TrainingEpochLoop.
                 " their gradients count as if they had equally many, since `training_step` called loss.backward(): call"
                 " self.manual_backward(loss), which weighs the loss by its samples, or give the DataLoader"
                 " drop_last=True."
+            )
+
+    def _check_global_batch(self, batch_idx: int, sizes: Any) -> None:
+        """Checks that an optimizer has stepped at the end of a global batch that is cut into micro-batches.
+
+        Raises:
+            ValueError: it has stepped before.
+        """
+        epoch_loop, per_step = self.trainer.fit_loop.epoch_loop, self.trainer.accumulate_grad_batches
+        if (batch_idx + 1) % per_step and not epoch_loop.batch_progress.is_last_batch:
+            raise ValueError(
+                f"{type(self.trainer.lightning_module).__name__} optimizes by hand and has stepped after a part of"
+                f" global_batch_size={sizes.global_batch_size}, which is {per_step} batches of each rank: set"
+                f" micro_batch_size={sizes.share}, the whole share of a rank, or step at every {per_step}th batch."
             )
 
     def on_run_end(self) -> dict[str, Any]:

@@ -16,12 +16,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
 from .._compat.torch import _BatchNorm
 from ..distributed.fillers import is_here
 
-__all__ = ["SyncBatchNorm"]
+__all__ = ["SyncBatchNorm", "tell_own_statistics"]
+
+
+def tell_own_statistics(trainer: Any) -> None:
+    """Says that BatchNorm's result depends on the number of ranks, if it does in this run."""
+    layers = [part for part in trainer.lightning_module.modules() if isinstance(part, _BatchNorm) and part.training]
+    are_own = any(not isinstance(layer, (nn.SyncBatchNorm, _Synchronised)) for layer in layers)
+    if are_own and trainer.data_size > 1 and not trainer.is_trial:
+        rank_zero_info(
+            "BatchNorm normalises by the samples of each rank alone, as in any DDP; sync_batchnorm=True: by those of all."
+        )
 
 
 class SyncBatchNorm(TorchSyncBatchNorm):

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, random_split
 
 from polyphase.engine import Engine
 from polyphase.engine.strategies import adapt
@@ -89,6 +89,21 @@ def test_verify_with_a_data_module():
     assert engine().verify(Regression(), datamodule=Rows()).equal
 
 
+class MadeInSetup(LightningDataModule):
+    """Splits its data in `setup`, as most do, by the global generator."""
+
+    def setup(self, stage):
+        self.train, _ = random_split(rows(24).dataset, [16, 8])
+
+    def train_dataloader(self):
+        return DataLoader(self.train, batch_size=4, shuffle=True)
+
+
+@pytest.mark.parametrize(("strategy", "devices"), [("single", 1), ("ddp_fork", 2)])
+def test_verify_with_data_that_are_made_in_setup(strategy, devices):
+    assert engine(strategy=strategy, devices=devices).verify(Regression(), datamodule=MadeInSetup()).equal
+
+
 class DiffersUnderTheEngine(Regression):
     """In its third step and under the engine only, one bias gets another gradient."""
 
@@ -144,7 +159,7 @@ def test_a_lower_precision_shows():
 
     certificate = engine(precision="bf16-true").verify(Cast(), rows(), steps=2)
     assert not certificate.equal
-    assert "so does a precision below float32" in str(certificate)
+    assert "so do a precision below float32, and BatchNorm without" in str(certificate)
     assert engine(precision="bf16-true").verify(Cast(), rows(), steps=2, tolerance=0.1).equal
 
 

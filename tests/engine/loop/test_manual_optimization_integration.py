@@ -67,6 +67,26 @@ def train(flag: str, num_ranks: int, size: int, kind: type[MLP]) -> dict[str, Te
     return module.state_dict()
 
 
+@pytest.mark.parametrize(("flag", "num_ranks"), [("single", 1), ("ddp", 2), ("fsdp", 2)])
+def test_a_step_is_one_of_a_global_batch(flag, num_ranks):
+    """The loader's batches are its micro-batches, after each of which such a module would step."""
+
+    def fit(**flags: Any) -> dict[str, Tensor]:
+        module = build(ByHand)
+        engine = Engine(
+            **{"strategy": suffixed(flag, "fork"), "accelerator": "cpu", "devices": num_ranks, "max_epochs": 2},
+            **QUIET,
+            global_batch_size=BATCH,
+            **flags,
+        )
+        engine.fit(module, loader(61, 4))  # batches of 4
+        return module.state_dict()
+
+    with pytest.raises(Exception, match=f"a part of global_batch_size=16.* set micro_batch_size={16 // num_ranks}, "):
+        fit()
+    assert largest_difference(fit(micro_batch_size=BATCH), plain_loop(61)) <= TOLERANCE
+
+
 # The last batch has 13 samples, or one: then a rank has none of its own.
 @pytest.mark.parametrize(
     ("flag", "num_ranks", "size"),
