@@ -46,8 +46,8 @@ class Certificate:
         reason = (
             f"strategy {self.differs_by!r} computes something else by design"
             if self.differs_by
-            else "dropout and other random layers differ by design; so do a precision below float32, and BatchNorm without"
-            " sync_batchnorm=True"
+            else "dropout and other random layers differ by design; so do a precision below float32, and BatchNorm"
+            " without sync_batchnorm=True"
         )
         verdict = (
             f"equal to one process within {self.tolerance:g}"

@@ -72,7 +72,7 @@ def _list(folder: str) -> int:
         if entry.manifest is not None:
             _add_row(table, entry.name, *_row(entry.manifest))
     console = _console()
-    console.print(table if table.rows else f"There is no checkpoint in {folder}.")
+    console.print(table if table.rows else f"There is no checkpoint in '{folder}'.")
     for entry in entries:
         if entry.manifest is None:
             console.print(for_terminal(f"{entry.name} {entry.problem}"))

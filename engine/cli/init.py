@@ -22,7 +22,7 @@ Writes a small project to start from into the folder DIR, which may exist but ma
                      (without scikit-learn, points made up by a random generator)
   run.yaml           how it is run: polyphase fit --config run.yaml
   train.py           the same from Python
-  test_project.py    runs both under two strategies: python -m pytest
+  test_project.py    runs both under two strategies: python -m pytest (pip install pytest)
   README.md          these commands
 """
 

@@ -125,7 +125,8 @@ class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpoc
         if output is None and trainer.world_size > 1:
             raise RuntimeError(
                 "Skipping the `training_step` by returning None in distributed training is not supported: the other"
-                " ranks wait for this one's gradients. Return a loss of zero that depends on the parameters instead."
+                " ranks wait for this one's gradients. Has it forgotten `return loss`? To skip a batch, return a"
+                " loss of zero that depends on the parameters."
             )
         # Lightning: raises its own error for a value that is no loss.
         if type(output) is Tensor:

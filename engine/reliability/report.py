@@ -326,8 +326,8 @@ _TABLE = (
     ),
     (
         r"can't (get|pickle) local|cannot pickle|can't pickle|picklingerror",
-        "a launcher that does not pickle: strategy='ddp' or 'ddp_fork'; or define the class or function at the top of"
-        " its module",
+        "define the class or function at the top of its module; or pickle nothing: strategy='ddp' or 'ddp_fork' in"
+        " place of 'ddp_spawn', and workers of a DataLoader that are forked",
     ),
     (
         _NOT_HTTP + r"(name or service not known|temporary failure in name resolution|getaddrinfo)",

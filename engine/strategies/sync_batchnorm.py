@@ -31,7 +31,8 @@ def tell_own_statistics(trainer: Any) -> None:
     are_own = any(not isinstance(layer, (nn.SyncBatchNorm, _Synchronised)) for layer in layers)
     if are_own and trainer.data_size > 1 and not trainer.is_trial:
         rank_zero_info(
-            "BatchNorm normalises by the samples of each rank alone, as in any DDP; sync_batchnorm=True: by those of all."
+            "BatchNorm normalises by the samples of each rank alone, as in any DDP; sync_batchnorm=True: by those of"
+            " all."
         )
 
 

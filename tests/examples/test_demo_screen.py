@@ -43,5 +43,9 @@ def test_the_last_screen_of_the_demo(columns, tmp_path):
     assert shown.returncode == 0, shown.rows
     assert max(map(len, shown.rows)) <= columns
     # The terminal breaks full lines, also between words: then a blank is not there.
-    text = "".join(row if len(row) == columns else f"{row}\n" for row in shown.rows).replace(f"{tmp_path}/", "").replace(sys.executable, "python")
+    text = (
+        "".join(row if len(row) == columns else f"{row}\n" for row in shown.rows)
+        .replace(f"{tmp_path}/", "")
+        .replace(sys.executable, "python")
+    )
     assert re.sub(r"\d[\d.,]*\d|\d", "0", text).split() == SCREEN.split(), text

@@ -77,7 +77,7 @@ def test_a_name_is_in_one_line(ckpt, tmp_path):
 
 
 def test_list_of_nothing_says_so(ckpt, tmp_path):
-    assert ckpt("list", tmp_path) == (0, f"There is no checkpoint in {tmp_path}.\n", "")
+    assert ckpt("list", tmp_path) == (0, f"There is no checkpoint in '{tmp_path}'.\n", "")
 
 
 def test_list_of_one_checkpoint_says_what_to_type(ckpt, folder):
