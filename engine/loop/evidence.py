@@ -1,4 +1,4 @@
-"""What repeats a step that was not finite, as a file: with `nonfinite="error"` and a callback that saves snapshots.
+"""Writes a file that repeats a step that was not finite: with `nonfinite="error"` and a callback that saves snapshots.
 
 Phases: 1. each step keeps its batches, and the states of the random generators before them; the ones of the step before
 stay, too, since an accelerator's flag is read a step later. 2. When the flag says so, the forwards of that step are run

@@ -67,7 +67,7 @@ class StepGuard:
         self._trainer, self._judged, self._reads = trainer, judged, reads
         self._largest_norm = largest_norm
         self.norms: dict[int, Tensor] = {}
-        """By the number of the optimizer: the decaying sum of the norms, that of their weights, and their number."""
+        """The decaying sum of the norms, that of their weights, and their number, by the number of the optimizer."""
         self._late: dict[Optimizer, LateFlag] = {}
         """The flags that the host does not know yet, of the last step of each optimizer."""
         self._strategy = trainer.engine_strategy

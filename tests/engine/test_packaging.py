@@ -132,7 +132,7 @@ UNPICKLED = {
     "engine/checkpoint/opening.py": ["check_written"],  # what this process has just written, in memory
     "engine/resume/from_checkpoint.py": ["_opened"],  # what this process has just written
     "engine/launch/worker_launcher.py": ["_first_exception", "join", "take"],
-    "engine/loop/rank_loss.py": ["_gather_once"],  # signed by a rank of this job
+    "engine/distributed/agreement.py": ["gather"],  # signed by a rank of this job
     "engine/strategies/ps/rpc.py": ["_Unpickler"],
 }
 """All that may unpickle more than plain values, each in docs/security.md."""
