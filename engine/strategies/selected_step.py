@@ -19,7 +19,7 @@ from ..distributed.buckets import flatten, in_buckets, local_part, unflatten
 __all__ = ["LateFlag", "StepBefore", "may_select"]
 
 _BUCKET_MB = 64
-"""What is selected at a time, in MiB: two copies of it are there at once, and larger ones save no time."""
+"""The tensors that are selected at a time, in MiB: two copies of it are there at once, and larger ones save no time."""
 
 
 def may_select(optimizer: Optimizer, device: torch.device) -> bool:
