@@ -8,8 +8,9 @@ __all__ = ["CheckpointError", "NewerFormatError", "damage", "missing"]
 class CheckpointError(ValueError):
     """A checkpoint can't be opened: it is missing, damaged, or does not fit; the message says which."""
 
-    def __init__(self, message: str = "") -> None:
-        super().__init__(for_terminal(message))  # it names files, keys and versions as the checkpoint has them
+    def __init__(self, message: str = "", *, has_lines: bool = False) -> None:
+        # It names files, keys and versions as the checkpoint has them.
+        super().__init__(for_terminal(message, has_lines=has_lines))
         self.is_damage = False
         """Whether the content of the checkpoint is damaged: no run and no version can open it."""
 

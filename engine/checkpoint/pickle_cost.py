@@ -232,6 +232,14 @@ def _pushing(value: Callable[[_Followed], Any]) -> _Instruction:
     return lambda pickled: pickled.stack.append(value(pickled))
 
 
+def _number(form: str) -> _Instruction:
+    return _pushing(lambda pickled: pickled.number(form))
+
+
+def _recalling(form: str) -> _Instruction:
+    return _pushing(lambda pickled: pickled.memo[pickled.number(form)])
+
+
 def _remembering(form: str) -> _Instruction:
     return lambda pickled: pickled.memo.update({pickled.number(form): pickled.stack[-1]})
 
@@ -250,12 +258,12 @@ def _of_top(act: Callable[[_Followed, Any], None], num_items: int) -> _Instructi
 _INSTRUCTIONS: dict[bytes, _Instruction] = {
     BINPUT: _remembering("<B"),
     LONG_BINPUT: _remembering("<I"),
-    BINGET: _pushing(lambda pickled: pickled.memo[pickled.number("<B")]),
-    LONG_BINGET: _pushing(lambda pickled: pickled.memo[pickled.number("<I")]),
-    BININT1: _pushing(lambda pickled: pickled.number("<B")),
-    BININT2: _pushing(lambda pickled: pickled.number("<H")),
-    BININT: _pushing(lambda pickled: pickled.number("<i")),
-    BINFLOAT: _pushing(lambda pickled: pickled.number(">d")),
+    BINGET: _recalling("<B"),
+    LONG_BINGET: _recalling("<I"),
+    BININT1: _number("<B"),
+    BININT2: _number("<H"),
+    BININT: _number("<i"),
+    BINFLOAT: _number(">d"),
     LONG1: _pushing(lambda pickled: decode_long(pickled.read(pickled.number("<B")))),
     BINUNICODE: _pushing(lambda pickled: str(pickled.read(pickled.number("<I")), "utf-8", "surrogatepass")),
     SHORT_BINSTRING: _pushing(lambda pickled: pickled.read(pickled.number("<B"))),

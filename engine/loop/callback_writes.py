@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from .hooks import is_stock
 from .unsplit import digests
 
 __all__ = ["CallbackWrites", "may_change_training"]
@@ -19,8 +20,7 @@ __all__ = ["CallbackWrites", "may_change_training"]
 
 def may_change_training(callback: Any) -> bool:
     """Whether a callback is the user's, and has hooks."""
-    is_stock = type(callback).__module__.startswith(("lightning.", "polyphase."))
-    return not is_stock and any(is_overridden(hook, callback, Callback) for hook in _hooks())
+    return not is_stock(callback) and any(is_overridden(hook, callback, Callback) for hook in _hooks())
 
 
 @functools.cache

@@ -26,7 +26,7 @@ from ..devices import module_of
 from ..phases import PhaseClock
 from ..precision import plugins
 
-__all__ = ["Hooks", "Shortcuts", "Transfer", "bound", "is_lightnings", "is_profiled", "overridden"]
+__all__ = ["Hooks", "Shortcuts", "Transfer", "bound", "is_lightnings", "is_profiled", "is_stock", "overridden"]
 
 
 def bound(function: Callable[..., Any], owner: Any) -> Callable[..., Any]:
@@ -49,6 +49,11 @@ def is_lightnings(function: Any) -> bool:
     """Whether a function is Lightning's code, and not a patch of one of its classes."""
     # `functools.wraps` copies the name and module of the wrapped function, but not its globals.
     return str(getattr(function, "__globals__", {}).get("__name__")).startswith("lightning.")
+
+
+def is_stock(callback: Any) -> bool:
+    """Whether a callback is one of Lightning's or of this package, which write into no weight between the passes."""
+    return type(callback).__module__.startswith(("lightning.", "polyphase."))
 
 
 def is_profiled(trainer: Any) -> bool:
@@ -87,9 +92,10 @@ class Hooks:
             or getattr(module.clip_gradients, "__func__", None) is not _CLIPS_BY
         )
 
-    def has(self, name: str) -> bool:
-        """Whether a callback or the module overrides hook `name`."""
-        of_callbacks = (overridden(callback, Callback, name) for callback in self.trainer.callbacks)
+    def has_users(self, name: str) -> bool:
+        """Whether a callback of the user's, or the module, overrides hook `name`."""
+        own = (callback for callback in self.trainer.callbacks if not is_stock(callback))
+        of_callbacks = (overridden(callback, Callback, name) for callback in own)
         return overridden(self.module, LightningModule, name) is not None or any(of_callbacks)
 
     def call(self, name: str, *arguments: Any) -> Any:

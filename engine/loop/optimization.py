@@ -6,7 +6,7 @@ are too small by that factor, and a short batch counts for as much as a full one
 
 from collections import OrderedDict
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import cache, partial
 from typing import Any
 
@@ -181,7 +181,7 @@ class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpoc
         else:
             loss = self.loss_weighting.weigh(loss, {"weight": weight}, batch_idx, is_summed=True)
         # These hooks belong around backward. It is over by now, because the loss was not known earlier.
-        with strategy.between_passes() if hooks.has("on_before_backward") else nullcontext():
+        with strategy.between_passes() if hooks.has_users("on_before_backward") else nullcontext():
             trainer.precision_plugin.pre_backward(loss, trainer.lightning_module)
         trainer.precision_plugin.post_backward(loss, trainer.lightning_module)
         strategy.post_backward(loss)
@@ -305,7 +305,9 @@ class _MicroBatch(Closure):  # Lightning: it raises an error if the optimizer ha
         # Lightning: Closure.closure
         optimization, trainer = self._optimization, self._hooks.trainer
         if optimization.runs_own_schedule and not optimization._skip_backward:
-            with self._between_passes():
+            if optimization.has_between_passes:
+                self._zero_grad_between_passes(trainer)
+            else:
                 self._zero_grad(trainer)
             return optimization.run_schedule(self._hooks, self._arguments, self._batch_idx, self.ends_window)
         output = self._shortcuts.training_step(*self._arguments)
@@ -316,7 +318,9 @@ class _MicroBatch(Closure):  # Lightning: it raises an error if the optimizer ha
             )
         if optimization._skip_backward:  # stochastic weight averaging runs a pass without gradients
             return result
-        with self._between_passes():
+        if optimization.has_between_passes:
+            self._zero_grad_between_passes(trainer)
+        else:
             self._zero_grad(trainer)
         if result.closure_loss is not None:
             self._hooks.in_hook("backward", self._shortcuts.backward, result.closure_loss, self._optimizers[0])
@@ -324,14 +328,14 @@ class _MicroBatch(Closure):  # Lightning: it raises an error if the optimizer ha
                 optimization.loss_weighting.correct()
         return result
 
-    def _between_passes(self) -> AbstractContextManager[None]:
-        """Returns the strategy's context of hooks between forward and backward, if there are any."""
-        hooks, optimization = self._hooks, self._optimization
-        if not optimization.has_between_passes:
-            return nullcontext()
+    def _zero_grad_between_passes(self, trainer: Any) -> None:
+        """Zeroes the gradients in the strategy's context of hooks between forward and backward, if there are any."""
         names = ("on_before_zero_grad", "on_before_backward")
-        is_needed = not self._shortcuts.skips_zero_grad or any(map(hooks.has, names))
-        return hooks.strategy.between_passes() if is_needed else nullcontext()
+        if not self._shortcuts.skips_zero_grad or any(map(self._hooks.has_users, names)):
+            with self._hooks.strategy.between_passes():
+                self._zero_grad(trainer)
+        else:
+            self._zero_grad(trainer)
 
     def _zero_grad(self, trainer: Any) -> None:
         """Zeroes the gradients of all optimizers, if a window begins."""

@@ -239,7 +239,8 @@ def check_may_start_afresh(folder: str | None, seen: Seen, failures: list[str]) 
     problems = [*failures, *seen.problems]
     if problems:
         listed = "".join(f"\n- {problem}" for problem in problems)
-        raise CheckpointError(f"resume={AUTO!r}: no checkpoint in {folder} can be opened:{listed}\n{_START_AFRESH}")
+        message = f"resume={AUTO!r}: no checkpoint in {folder} can be opened:{listed}\n{_START_AFRESH}"
+        raise CheckpointError(message, has_lines=True)
     record = seen.record
     if record is not None and record.has_saved:
         raise CheckpointError(

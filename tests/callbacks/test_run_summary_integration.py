@@ -142,8 +142,9 @@ def test_the_command_prints_few_lines(tmp_path):
     said = lines_of(finished.output)
     table = [line for line in said if line[0] in "┏┃┡│└"]
     assert len(table) == 7
-    # The sum of the parameters, the header, steps 10 and 17, the validation, Lightning's reason to stop; and the end.
-    assert len(said) - len(table) == 6 + 4, finished.output
+    # The sum of the parameters, the header, BatchNorm's statistics, steps 10 and 17, the validation, Lightning's reason
+    # to stop; and the end.
+    assert len(said) - len(table) == 7 + 4, finished.output
     assert "to go on" not in finished.output, "its learning rate has come to its end"
 
 

@@ -232,7 +232,7 @@ class Words(Parts):
 
 
 def test_a_batch_whose_size_can_not_be_seen(tmp_path):
-    loader = DataLoader(Words([3, 3]), batch_size=BATCH, collate_fn=lambda words: {"words": words})
+    loader = DataLoader(Words([3, 3]), batch_size=BATCH, collate_fn=lambda words: {"text": " ".join(words)})
     with pytest.raises(ProcessRaisedException, match=r"is unknown: the batch has no tensor(.|\n)*weight"):
         Engine(strategy="ddp_fork", devices=2, max_epochs=1, **QUIET).fit(Strange(tmp_path), loader)
 

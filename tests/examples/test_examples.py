@@ -43,7 +43,7 @@ def test_digits_reach_their_accuracy(epochs, expected):
     (accuracy,) = re.findall(r"^.*test[ /]accuracy.*$", finished.output, re.MULTILINE)
     assert float(accuracy.removeprefix("test accuracy ")) >= expected
     assert "\x1b" not in finished.output
-    logs = re.search(r"tensorboard --logdir (\S+)", finished.output)
+    logs = re.search(r"tensorboard\.main --logdir (\S+)", finished.output)
     assert logs, finished.output
     assert list(Path(logs[1]).glob("events.out.tfevents.*"))
     progress = rf"epoch \d+/{epochs}  step 50/{17 * epochs}  train/loss"

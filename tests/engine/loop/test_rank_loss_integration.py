@@ -62,6 +62,10 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def _dies_in_backward(output: Tensor) -> None:
+    output.register_hook(lambda _: die())
+
+
 class Victim(Callback):
     """Kills a rank at a named point of the step after step `AT`."""
 
@@ -71,10 +75,12 @@ class Victim(Callback):
     def _is_due(self, trainer: Any) -> bool:
         return trainer.world_size == RANKS and trainer.global_rank == self.rank and trainer.global_step == AT
 
-    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if self.point == "backward" and self._is_due(trainer):
-            # The gradients of the last layers have been sent, those of the first ones have not.
-            pl_module.net[0].weight.register_post_accumulate_grad_hook(lambda _: die())
+            # The last layers have their gradients, the first one has not.
+            pl_module.net[0].register_forward_hook(lambda module, inputs, output: _dies_in_backward(output))
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
         if self.point == "forward" and self._is_due(trainer):
             die()
 
