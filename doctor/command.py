@@ -72,7 +72,7 @@ def main(words: Sequence[str]) -> int:
             _write(arguments.html, run)
             print(f"wrote {arguments.html}", file=sys.stderr if arguments.json else None)
     except (OSError, ValueError) as error:
-        print(for_terminal(f"polyphase: error: {error}"), file=sys.stderr)
+        print(for_terminal(f"polyphase: error: {error}", has_lines=True), file=sys.stderr)
         return 2
     verdict = judge(run)
     if arguments.json:

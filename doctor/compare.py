@@ -208,7 +208,7 @@ def compare_command(words: Sequence[str], read: Callable[[str], Run]) -> int:
             raise ValueError(f"doctor --compare takes two runs, but got {' '.join(folders) or 'none'}.")
         comparison = compare_runs(*(read(folder) for folder in folders))
     except (OSError, ValueError) as error:
-        print(for_terminal(f"polyphase: error: {error}"), file=sys.stderr)
+        print(for_terminal(f"polyphase: error: {error}", has_lines=True), file=sys.stderr)
         return 2
     if "--json" in words:
         print(json.dumps(comparison.plain(), indent=2))

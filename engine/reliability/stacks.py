@@ -521,7 +521,7 @@ _KEPT = 2
 def _show(answers: Mapping[int, Any], *, all_threads: bool, all_frames: bool) -> None:
     """Prints the result of `lines`."""
     for line in lines(answers, all_threads=all_threads, all_frames=all_frames):
-        print(for_terminal(line))
+        print(for_terminal(line, has_lines=True))  # a call and its source
 
 
 def lines(answers: Mapping[int, Any], *, all_threads: bool = False, all_frames: bool = False) -> list[str]:
