@@ -111,8 +111,13 @@ def _kind(value: Any) -> type:
 def wrong_in_optimizer(optimizer: Optimizer) -> str | None:
     """Tries a step with the state that one of torch's optimizers was given; returns why it fails, or None.
 
-    Copies of the smallest parameters are stepped, one for each form that the states of parameters have.
+    Copies of the smallest parameters are stepped, one for each form that the states of parameters have. A step by NaN
+    fails in no line: every optimizer's groups are looked through for it.
     """
+    for number, group in enumerate(optimizer.param_groups):
+        for name, value in group.items():
+            if name != "params" and _has_nan(value):
+                return f"{name} of its group {number} is {value}"
     if not type(optimizer).__module__.startswith("torch.optim.") or isinstance(optimizer, (LBFGS, SparseAdam)):
         return None
     for number, group in enumerate(optimizer.param_groups):
@@ -131,6 +136,12 @@ def wrong_in_optimizer(optimizer: Optimizer) -> str | None:
             except Exception as error:
                 return f"its group {number} can't be stepped ({type(error).__name__}: {error})"
     return None
+
+
+def _has_nan(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(map(_has_nan, value))
+    return isinstance(value, (float, Tensor)) and bool(torch.as_tensor(value).isnan().any())
 
 
 def _step(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -> None:

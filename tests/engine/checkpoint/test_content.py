@@ -308,6 +308,8 @@ def schedule_with(**values: Any) -> Callable[[dict[str, Any]], None]:
     [
         (group_with(lr="abc"), r"of optimizer_states\[0\], its group 0 can't be stepped"),
         (group_with(lr=None), "can't be stepped"),
+        (group_with(lr=math.nan), r"of optimizer_states\[0\], lr of its group 0 is nan"),
+        (group_with(betas=(0.9, math.nan)), r"betas of its group 0 is \(0.9, nan\)"),
         (group_with(betas=(0.9,)), "can't be stepped"),
         (group_with(amsgrad=True), "can't be stepped"),
         (lambda rest: rest["optimizer_states"][0]["param_groups"][0].pop("eps"), "can't be stepped"),
