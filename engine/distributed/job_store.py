@@ -21,6 +21,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ..foreign import problem
 from .environment import job_secret
 
 __all__ = [
@@ -247,8 +248,8 @@ def _address(store: Any) -> tuple[str, int]:
 # The signature is the HMAC-SHA256 (RFC 2104) of the message and of its key, so that a message is valid under one key
 # only. A job without a secret (see `environment.job_secret`) checks only the form of its messages.
 
-Fields = Mapping[str, type | tuple[type, ...]]
-"""Names and types of the fields that a message must have; it may have more."""
+Fields = Mapping[str, Any]
+"""Names and types of the fields that a message must have, see `foreign.problem`; it may have more."""
 
 _MOST_BYTES = 2_000_000
 """The largest size of a message: the stack of a recursive thread has thousands of lines."""
@@ -288,10 +289,8 @@ def parsed(content: bytes, fields: Fields, num_ranks: int) -> dict[str, Any] | N
         return None
     if not isinstance(message, dict) or not _is_plain(message, _MOST_DEPTH):
         return None
-    for name, kind in fields.items():
-        value = message.get(name)
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            return None
+    if any(name not in message or problem(message[name], kind, name) for name, kind in fields.items()):
+        return None
     ranks = [message[name] for name in ("rank", "by") if name in fields]
     return message if all(0 <= rank < num_ranks for rank in ranks) else None
 

@@ -75,10 +75,11 @@ class AutomaticOptimization(_AutomaticOptimization):  # Lightning: _TrainingEpoc
             self.step_guard.close()
             self.step_guard = self.evidence = None
 
-    def run(self, batch_idx: int, kwargs: dict[str, Any]) -> dict[str, Any]:  # type: ignore[override]
+    def run(self, optimizer: Optimizer | None, batch_idx: int, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Runs one micro-batch, and the optimizer step if it ends a window.
 
         Args:
+            optimizer: as Lightning's loop has it; the strategy's optimizers are stepped.
             batch_idx: index of the micro-batch within the epoch.
             kwargs: arguments of `training_step`, in their order.
         """

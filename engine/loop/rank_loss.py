@@ -73,7 +73,7 @@ _MOST_LOSSES, _WITHIN_S = 3, 600.0
 other, each time with larger shares."""
 
 _WORD: Fields = {"steps": int, "samples": int, "altered": bool}
-_DECISION: Fields = {"by": int, "ranks": list, "steps": int, "samples": int, "source": int, "ends": str}
+_DECISION: Fields = {"by": int, "ranks": list[int], "steps": int, "samples": int, "source": int, "ends": str}
 _PLACE: Fields = {"steps": int}
 
 

@@ -552,7 +552,7 @@ class _Epoch:
                 self._training_step, self._has_idx = step, is_param_in_hook_signature(step, "batch_idx", min_args=2)
             if self._has_idx:
                 kwargs["batch_idx"] = batch_idx
-        arguments = (batch_idx, kwargs) if self._is_automatic else (kwargs,)
+        arguments = (None, batch_idx, kwargs) if self._is_automatic else (kwargs,)
         if not hooks.is_profiled:
             return self._optimization.run(*arguments)
         with self._trainer.profiler.profile("run_training_batch"):

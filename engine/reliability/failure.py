@@ -44,7 +44,7 @@ from ..distributed.environment import parent_pid
 from ..distributed.job_store import FIRST_FAILURE, CausedByRank, JobStore
 from .flight_recorder import recorded
 from .hard_exit import hard_exit
-from .rendezvous import current_job, has_ended, in_words
+from .rendezvous import Recorded, current_job, has_ended, in_words
 from .report import DIED, Report, because, blame, connection_lost
 from .tracebacks import Failure, on_uncaught, shown
 
@@ -262,7 +262,8 @@ def _collected(job: JobStore, ranks: list[int]) -> dict[int, dict[str, Any]]:
     keys = {f"{FIRST_FAILURE}/{rank}": rank for rank in ranks}
     try:
         _await(job, _NUMBER, len(ranks), _COLLECT_S)
-        return {keys[key]: word for key, word in job.read_all(keys, {"message": str, "traceback": str}).items()}
+        fields = {"message": str, "traceback": str, "collectives": Recorded | None}
+        return {keys[key]: word for key, word in job.read_all(keys, fields).items()}
     except RuntimeError:  # the store's host is gone
         return {}
 

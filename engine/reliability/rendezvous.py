@@ -18,11 +18,11 @@ import uuid
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import timedelta
-from types import NoneType
-from typing import Any
+from typing import Annotated, Any
 
 import psutil
 import torch.distributed as dist
+from typing_extensions import TypedDict
 
 from ..distributed.environment import own_address
 from ..distributed.job_store import (
@@ -43,6 +43,7 @@ __all__ = [
     "LEFT",
     "AbsentError",
     "RankRegistry",
+    "Recorded",
     "connect",
     "current_job",
     "has_ended",
@@ -79,25 +80,59 @@ the latter, one half are always the next ones after this rank, so that a machine
 ranks before its own; the other half are all the rest, in turn."""
 
 
+class _Units(TypedDict):
+    done: str
+
+
+class _Collective(TypedDict):
+    operation: str
+    number: int
+    is_p2p: bool
+    group: str
+    is_done: bool
+    input_sizes: list[list[int]]
+    output_sizes: list[list[int]]
+    input_dtypes: list[str]
+    output_dtypes: list[str]
+
+
+class Recorded(TypedDict):
+    """The last collectives of a rank, see `flight_recorder.recorded`."""
+
+    calls: dict[str, list[_Collective]]
+    groups: dict[str, list[int]]
+
+
+def _is_call(call: list[Any]) -> str | None:
+    return None if [*map(type, call)] == [str, int, str] else "is no file, line and function"
+
+
+class _Thread(TypedDict):
+    name: str
+    runs: bool
+    calls: list[Annotated[list[Any], _is_call]]
+
+
 _PROCESS: Fields = {"host": str, "space": str, "pid": int, "address": str, "port": int, "tells_end": bool}
 _PLACE: Fields = {
     "step": int,
     "batch": int,
     "evaluated": int,
     "phase": str,
-    "pending": (str, NoneType),
-    "line": (str, NoneType),
+    "pending": str | None,
+    "line": str | None,
+    "units": _Units | None,
     "is_debugged": bool,
-    "resume_from": (str, NoneType),
+    "resume_from": str | None,
 }
 _FIELDS: dict[str, Fields] = {
     "beat": {**_PLACE, **_PROCESS, "number": int},
-    "answer": {**_PLACE, "stack": str},
-    "stacks": {**_PLACE, **_PROCESS, "number": str, "threads": list},
+    "answer": {**_PLACE, "stack": str, "collectives": Recorded | None},
+    "stacks": {**_PLACE, **_PROCESS, "number": str, "threads": list[_Thread]},
     "verdict": {"text": str},
     "heard": {},
 }
-"""The fields that each kind of report must have."""
+"""The fields that each kind of report must have, down to those that its readers use."""
 
 
 def _process_key(rank: int) -> str:

@@ -93,7 +93,7 @@ def test_peers_do_not_take_garbage_for_ranks(job):
     job.store.set("polyphase/process/1", "garbage")
     job.store.set("polyphase/watch/0/beat/1", "garbage")
     place = {"step": 0, "batch": 0, "evaluated": 0, "phase": "train", "pending": None, "line": None}
-    peers.beat({**place, "is_debugged": False, "resume_from": None})
+    peers.beat({**place, "units": None, "is_debugged": False, "resume_from": None})
     assert peers.absent == [1]
     assert peers.beats() == {}
     assert peers.ended_ranks() == []
@@ -114,7 +114,7 @@ def test_a_rank_that_meets_many_others_asks_for_a_few_at_a_time(store):
     job.line, job.clone = Counted(store), lambda: job
     peers = RankRegistry("0", job)
     place = {"step": 0, "batch": 0, "evaluated": 0, "phase": "setup", "pending": None, "line": None}
-    place |= {"is_debugged": False, "resume_from": None}
+    place |= {"units": None, "is_debugged": False, "resume_from": None}
 
     def num_calls(look):
         before = job.line.num_calls

@@ -211,7 +211,7 @@ def test_the_timeout_is_a_number_of_seconds(value):
 
 def report(batch: int, pending: str | None = None, **changed) -> dict:
     where = {"step": batch, "batch": batch, "evaluated": 0, "phase": "train", "pending": pending, "line": None}
-    return {**where, "is_debugged": False, "resume_from": None, **changed}
+    return {**where, "units": None, "is_debugged": False, "resume_from": None, **changed}
 
 
 @pytest.mark.parametrize(
