@@ -28,7 +28,7 @@ __all__ = [
     "shown",
 ]
 
-_LIBRARIES = ("jsonargparse", "lightning", "lightning_fabric", "pytorch_lightning", "torch", "torchdata")
+_LIBRARIES = ("IPython", "jsonargparse", "lightning", "lightning_fabric", "pytorch_lightning", "torch", "torchdata")
 _INSTALLED = tuple(f"{os.sep}{folder}{os.sep}" for folder in ("site-packages", "dist-packages"))
 _COMMANDS = ("polyphase", "torchrun")
 _SOURCES = Path(__file__).parents[2]
@@ -154,12 +154,14 @@ def _is_command(file: str) -> bool:
 
 
 # --- short tracebacks of uncaught exceptions that have ended a run
-# The exception itself does not change, for callers, notebooks and debuggers. When a run has failed, Python's hook for
-# uncaught exceptions is replaced, until it is called or another run begins. The replacement passes on all exceptions
-# but those of failed runs to the former hook; and these as well, if the former hook is one of the user's.
+# The exception's own traceback does not change, for callers and debuggers; a notebook asks it for what to show. When a
+# run has failed, Python's hook for uncaught exceptions is replaced, until it is called or another run begins. The
+# replacement passes on all exceptions but those of failed runs to the former hook; and these as well, if the former
+# hook is one of the user's.
 
 
 _MARK = "_polyphase_failure"
+_SHOWS = "_render_traceback_"  # IPython
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 _replaced: list[_Hook] = []
 """The former hook; at most one."""
@@ -181,9 +183,17 @@ def on_uncaught(exception: BaseException, failure: Failure) -> None:
     if failure_of(exception) is None:
         with suppress(AttributeError, TypeError):  # an exception that takes no attributes is printed whole
             setattr(exception, _MARK, failure)
+            if not shows_all_frames():
+                setattr(exception, _SHOWS, _render)
     if not _replaced:
         _replaced.append(sys.excepthook)
         sys.excepthook = _print
+
+
+def _render() -> list[str]:
+    """Returns the lines of the exception that is being handled, for a notebook."""
+    exception = sys.exc_info()[1]
+    return [] if exception is None else shown(exception).splitlines()
 
 
 def failure_of(exception: BaseException) -> Failure | None:

@@ -16,11 +16,11 @@ JOB = Path(__file__).parent / "notebook_job.py"
 @pytest.mark.parametrize(
     ("strategy", "num_ranks"), [pytest.param("single", 1, marks=pytest.mark.nightly), ("ddp_notebook", 2)]
 )
-def test_a_cell_has_the_table_of_layers_and_one_bar(strategy, num_ranks):
+def test_a_cell_has_the_table_of_layers_one_bar_and_short_errors(strategy, num_ranks):
     finished = run_command([sys.executable, JOB, strategy, str(num_ranks)], timeout_s=200)
     assert finished.returncode == 0, finished.output
     (line,) = [line for line in finished.output.splitlines() if line.startswith("OUTPUTS ")]
-    fit, test = json.loads(line.removeprefix("OUTPUTS "))
+    fit, test, wrong = json.loads(line.removeprefix("OUTPUTS "))
     layers, total, bar = displayed(fit)
     assert "Linear" in layers
     assert total.startswith("5 parameters, 5 trainable")
@@ -39,6 +39,10 @@ def test_a_cell_has_the_table_of_layers_and_one_bar(strategy, num_ranks):
     assert table.count("test/loss") == 1
     num_lines = sum(output["text"].count("\n") for output in fit if output["output_type"] == "stream")
     assert num_lines < 30
+    (error,) = [output for output in wrong if output["output_type"] == "error"]
+    assert error["ename"] == ("RuntimeError" if strategy == "single" else "ProcessRaisedException")
+    assert 10 < len(error["traceback"]) < 25, error["traceback"]
+    assert "in test_step" in "".join(error["traceback"])
 
 
 def displayed(outputs):
