@@ -96,7 +96,8 @@ class EngineConfig:
     """Number of nodes (machines)."""
     precision: PrecisionName | None = field(default=None, metadata=_about(_HOW, "bf16-mixed"))
     """Number format: ``"32-true"``, ``"bf16-mixed"``, ``"16-mixed"``, ``"bf16-true"``, ``"16-true"`` or ``"64-true"``,
-    on every device and under every strategy; ``"float8"`` or ``"float8-rowwise"``, under some. None: ``"32-true"``."""
+    on every device and under every strategy; ``"bf16-blocks"``, ``"float8"`` or ``"float8-rowwise"``, under some. None:
+    ``"32-true"``."""
     compression: CompressionName | str = field(default="none", metadata=_about(_HOW, "bf16"))
     """How gradients are sent: see `polyphase strategies`. ``"none"``, ``"bf16"``, ``"int8"``, ``"powersgd:4"``,
     ``"topk:0.01"``, ``"sign"``, ``"powersgd:4+fp16"``, ... ``"auto"``: the fastest one, measured in the first steps."""

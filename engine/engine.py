@@ -37,12 +37,13 @@ from .loop.compile import check_cuda_graphs
 from .loop.install import TrainerBase, defaults_from_environment, install_loops
 from .loop.rank_loss_checks import check_may_lose_ranks, check_run_may_lose_ranks
 from .loop.runs import check_callbacks, check_manual_optimization, quiet, reports_uncaught
-from .precision import FLOAT8
+from .precision import FLOAT8, OF_BLOCKS
 from .reliability.nonfinite import NonFiniteWatch
 from .reliability.signals import STOPPED
 from .resume import from_checkpoint  # noqa: F401 - makes load_from_checkpoint open directories
 from .select import check_module, default_run_callbacks, select, use_own_device, with_defaults
 from .strategies import STRATEGIES, lists_devices, prepare_to_repeat
+from .strategies.block_precision import check_blocks
 from .strategies.float8 import check_float8
 from .strategies.offload import OffloadActivations, choose_offload
 from .strategies.recompute import RecomputeBlocks, blocks_to_recompute, check_recompute, kept_operators
@@ -114,7 +115,7 @@ class Engine(TrainerBase):
         self._save_memory(config)
         self._finetuning = make_finetuning(config.finetune)
         if self._finetuning is not None:
-            if config.precision in FLOAT8:
+            if config.precision in OF_BLOCKS:
                 raise ValueError(
                     f"finetune={config.finetune!r} has not been tried with precision={config.precision!r}: choose"
                     " 'bf16-mixed'."
@@ -221,6 +222,8 @@ class Engine(TrainerBase):
             check_module(model, precision=str(self.precision), comm_hook=self._parts.comm_hook)
             if self.precision in FLOAT8:
                 check_float8(model, str(self.precision), compiles=bool(self.config.compile))
+            elif self.precision in OF_BLOCKS and not is_overridden("configure_model", model):
+                check_blocks(model, str(self.precision))
             check_manual_optimization(self, model)
             if self._recomputes != "none" and not is_overridden(
                 "configure_model", model

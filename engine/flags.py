@@ -86,6 +86,7 @@ PrecisionName = Literal[
     "bf16-true",
     "16-true",
     "64-true",
+    "bf16-blocks",
     "float8",
     "float8-rowwise",
     "transformer-engine",

@@ -27,8 +27,9 @@ from .compression import CommHook, make_comm_hook
 from .config import EngineConfig
 from .flags import LAUNCHERS, Flag, did_you_mean, parse_flag, parse_options, split_launcher
 from .loop.compile import CompileSteps
-from .precision import FLOAT8, TRANSFORMER_ENGINE, canonical_precision
+from .precision import FLOAT8, OF_BLOCKS, TRANSFORMER_ENGINE, canonical_precision
 from .precision.plugins import make_precision
+from .strategies.block_precision import BF16Blocks
 from .strategies.float8 import Float8Precision
 from .strategies.registry import STRATEGIES, find_strategy, import_all
 from .strategies.sync_batchnorm import SyncBatchNorm
@@ -176,7 +177,9 @@ def _plugins(plugins: list[Any], precision: Any, device_type: str, sync_batchnor
         plugins += [] if any(isinstance(p, LayerSync) for p in plugins) else [SyncBatchNorm()]
     if precision in TRANSFORMER_ENGINE or any(isinstance(plugin, Precision) for plugin in plugins):
         return {"plugins": plugins, "precision": precision}  # Lightning creates it, or refuses a second one
-    make = Float8Precision if precision in FLOAT8 else make_precision
+    make: Any = make_precision
+    if precision in OF_BLOCKS:
+        make = Float8Precision if precision in FLOAT8 else BF16Blocks
     return {"plugins": [*plugins, make(canonical_precision(precision), device_type)], "precision": None}
 
 

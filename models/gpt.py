@@ -1,4 +1,4 @@
-"""`ByteGPT`: a GPT over bytes, in sizes from one for CPUs (the default) to GPT-2's 124M."""
+"""`ByteGPT`, a GPT over bytes, in sizes from one for CPUs (the default) to GPT-2's 124M, and over pairs of bytes."""
 
 import math
 from typing import Any, Literal
@@ -7,11 +7,11 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.types import STEP_OUTPUT, OptimizerLRSchedulerConfig
 from torch import Tensor
-from torch.nn import functional
+from torch.nn import LinearCrossEntropyOptions, functional
 
 from .transformer import Transformer
 
-__all__ = ["SIZES", "ByteGPT"]
+__all__ = ["SIZES", "ByteGPT", "TokenGPT", "chunked_cross_entropy"]
 
 SIZES: dict[str, dict[str, int]] = {
     "tiny": {"num_layers": 4, "num_heads": 4, "dim": 128, "context_length": 128},
@@ -39,6 +39,8 @@ class ByteGPT(LightningModule):
         warmup_steps: optimizer steps of linear warm-up, before a cosine to a tenth of `lr`.
     """
 
+    bytes_per_token = 1
+
     def __init__(
         self,
         size: Literal["tiny", "10M", "124M"] = "tiny",
@@ -57,14 +59,16 @@ class ByteGPT(LightningModule):
         shape = SIZES[size] | {name: value for name, value in config.items() if value is not None}
         # Not read from `hparams`: a subclass with its own constructor records its own arguments there.
         self.lr, self.weight_decay, self.warmup_steps = lr, weight_decay, warmup_steps
-        self.net = Transformer(num_tokens=256, dropout=dropout, **shape)
+        self.net = Transformer(num_tokens=256**self.bytes_per_token, dropout=dropout, **shape)
 
-    def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """Returns logits [batch, time, 256] for bytes [batch, time]; packed sequences need `position_ids`."""
-        return self.net(tokens) if position_ids is None else self.net(tokens, position_ids)
+    def forward(
+        self, tokens: Tensor, position_ids: Tensor | None = None, sequence_lengths: Tensor | None = None
+    ) -> Tensor:
+        """Returns logits [batch, time, vocabulary] for tokens [batch, time]; packed sequences need `position_ids`."""
+        return self.net(tokens) if position_ids is None else self.net(tokens, position_ids, sequence_lengths)
 
     def training_step(self, batch: Tensor | dict[str, Tensor], batch_idx: int) -> STEP_OUTPUT:
-        """Returns the mean cross-entropy in nats per byte."""
+        """Returns the mean cross-entropy in nats per token."""
         loss = self._loss(batch)
         self.log("train/loss", loss, prog_bar=True, batch_size=_num_rows(batch))
         return {"loss": loss, "weight": _num_predicted(batch)} if isinstance(batch, dict) else loss
@@ -72,16 +76,14 @@ class ByteGPT(LightningModule):
     def validation_step(self, batch: Tensor | dict[str, Tensor], batch_idx: int) -> None:
         """Logs the mean over the whole epoch and all ranks."""
         loss = self._loss(batch)
-        metrics = {"val/loss": loss, "val/bits_per_byte": loss / math.log(2)}
+        metrics = {"val/loss": loss, "val/bits_per_byte": loss / math.log(2) / self.bytes_per_token}
         counts = int(_num_predicted(batch)) if isinstance(batch, dict) else _num_rows(batch)
         self.log_dict(metrics, prog_bar=True, sync_dist=True, batch_size=counts)
 
     def _loss(self, batch: Tensor | dict[str, Tensor]) -> Tensor:
-        if isinstance(batch, dict):
-            logits = self(batch["input_ids"], batch["position_ids"])[:, :-1]
-            return functional.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten())
-        logits = self(batch[:, :-1])
-        return functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+        inputs, targets = _inputs_and_targets(batch)
+        logits = self(*inputs)[:, : targets.size(1)]
+        return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         """Returns AdamW with two parameter groups and a schedule per step over the whole run."""
@@ -103,6 +105,45 @@ class ByteGPT(LightningModule):
             return min(1.0, (step + 1) / warmup)
         progress = min(1.0, (step - warmup) / (total - warmup))
         return 0.1 + 0.45 * (1 + math.cos(math.pi * progress))
+
+
+class TokenGPT(ByteGPT):
+    """Predicts the next two bytes, as one of 65,536 tokens, by a loss that makes no logits: `chunked_cross_entropy`.
+
+    Batches are those of ``PythonSource(bytes_per_token=2)``; arguments and metrics as of `ByteGPT`.
+    """
+
+    bytes_per_token = 2
+
+    def _loss(self, batch: Tensor | dict[str, Tensor]) -> Tensor:
+        inputs, targets = _inputs_and_targets(batch)
+        features = self.net.features(*inputs)[:, : targets.size(1)]
+        return chunked_cross_entropy(features, self.net.head.weight, targets)
+
+
+def chunked_cross_entropy(features: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Returns the mean cross-entropy of an output layer, of whose logits only some rows exist at a time.
+
+    It is `torch.nn.functional.linear_cross_entropy`, which autocast leaves in float32, in the dtype of autocast.
+
+    Args:
+        features: [..., dim], what the layer would be called with.
+        weight: [vocabulary, dim], the layer's.
+        targets: [...], int64; -100 counts for nothing.
+    """
+    kind = features.device.type
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        features, weight = features.to(dtype), weight.to(dtype)
+    options = LinearCrossEntropyOptions()
+    return functional.linear_cross_entropy(features.flatten(0, -2), weight, targets.flatten(), options=options).float()
+
+
+def _inputs_and_targets(batch: Tensor | dict[str, Tensor]) -> tuple[tuple[Any, ...], Tensor]:
+    """Returns the arguments of `forward`, and what its first positions predict."""
+    if isinstance(batch, dict):
+        return (batch["input_ids"], batch["position_ids"], batch.get("sequence_lengths")), batch["labels"][:, 1:]
+    return (batch[:, :-1],), batch[:, 1:]
 
 
 def _num_rows(batch: Tensor | dict[str, Tensor]) -> int:

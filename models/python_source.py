@@ -4,6 +4,7 @@ import os
 import sysconfig
 import zlib
 from pathlib import Path
+from typing import Literal
 
 import torch
 from lightning.pytorch import LightningDataModule
@@ -16,10 +17,10 @@ _SKIPPED = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
 
 
 class Windows(Dataset[Tensor]):
-    """A text cut into windows that overlap by one byte: item i is [length + 1], int64.
+    """A text cut into windows that overlap by one token: item i is [length + 1], int64.
 
     Args:
-        text: [bytes], uint8.
+        text: [tokens], of unsigned integers.
         length: number of predictions per window.
     """
 
@@ -48,6 +49,7 @@ class PythonSource(LightningDataModule):
         num_workers: number of loader processes.
         max_bytes: largest size of the training text.
         max_val_bytes: largest size of the validation text.
+        bytes_per_token: 1, or 2: then two bytes are one of 65,536 tokens, and windows have so many of these.
     """
 
     def __init__(
@@ -57,8 +59,11 @@ class PythonSource(LightningDataModule):
         num_workers: int = 0,
         max_bytes: int = 400_000,
         max_val_bytes: int = 64_000,
+        bytes_per_token: Literal[1, 2] = 1,
     ) -> None:
         super().__init__()
+        if bytes_per_token not in (1, 2):
+            raise ValueError(f"bytes_per_token must be 1 or 2, but got {bytes_per_token!r}.")
         self.save_hyperparameters(logger=False)  # the model logs these names too, and loggers refuse duplicates
         self.train: Windows | None = None
         self.val: Windows | None = None
@@ -67,8 +72,11 @@ class PythonSource(LightningDataModule):
         """Reads the files, once per process."""
         if self.train is None:
             length = self.hparams["context_length"]
-            self.train = Windows(_read(False, self.hparams["max_bytes"]), length)
-            self.val = Windows(_read(True, self.hparams["max_val_bytes"]), length)
+            self.train = Windows(self._tokens(_read(False, self.hparams["max_bytes"])), length)
+            self.val = Windows(self._tokens(_read(True, self.hparams["max_val_bytes"])), length)
+
+    def _tokens(self, text: Tensor) -> Tensor:
+        return text if self.hparams["bytes_per_token"] == 1 else text[: len(text) // 2 * 2].view(torch.uint16)
 
     def train_dataloader(self) -> DataLoader[Tensor]:
         """Returns the loader of shuffled windows."""

@@ -18,7 +18,7 @@ from .suite import ITEMS, PARTS
 
 EXAMPLES = """\
 examples:
-  python -m benchmarks.gpu                              all three parts, of seven minutes each at most
+  python -m benchmarks.gpu                              all four parts, of seven minutes each at most
   python -m benchmarks.gpu --part 1                     the first part; a later one adds to its report
   python -m benchmarks.gpu --only waits "124M fsdp"     these, in the report's place
   python -m benchmarks.gpu --accelerator sim --smoke --output out    on the tests' simulated device: does it run?

@@ -2,10 +2,12 @@
 
 The loop by hand and stock Lightning have what torch and Lightning bring: one device, DistributedDataParallel, and
 `fully_shard` on each block, which under Lightning is its `ModelParallelStrategy` with a `configure_model`. Compiled,
-they compile each block, as torchtitan does; the loop by hand shards as that does, too: parameters are gathered in bf16.
+they compile each block, as torchtitan does; the loop by hand shards as that does, too: parameters are gathered in bf16,
+and with "selective" a block keeps the outputs of its products and of attention, and computes the rest again.
 All have torch's fused AdamW.
 """
 
+import functools
 import os
 from importlib.util import find_spec
 from typing import Any
@@ -18,10 +20,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.data import DataLoader
 
 from polyphase.doctor.flops import peak_of
 from polyphase.engine import Engine
+from polyphase.engine.precision import OF_BLOCKS
 from polyphase.models import ByteGPT, PythonSource
 
 from . import device
@@ -39,14 +43,26 @@ LEAST_GB = {"1.3B": 70}
 class Metered(ByteGPT):
     """With a meter in place of its own logging, and a constant learning rate."""
 
-    def __init__(self, size: str, meter: Meter, *, shards_itself: bool = False, compiles_blocks: bool = False) -> None:
+    def __init__(
+        self,
+        size: str,
+        meter: Meter,
+        *,
+        shards_itself: bool = False,
+        compiles_blocks: bool = False,
+        recomputes_blocks: bool = False,
+    ) -> None:
         shape = {"context_length": 1024, **SHAPES[size]}
         if device.smoke():
             shape = {"context_length": 16, "num_layers": 4, "num_heads": 2, "dim": 16}
         super().__init__(**shape)
         self.shape, self.meter, self.shards_itself = shape, meter, shards_itself
-        if compiles_blocks:
-            for block in self.net.blocks:
+        for block in self.net.blocks:
+            if recomputes_blocks:
+                block.forward = functools.partial(  # type: ignore[method-assign]
+                    checkpoint, block.forward, use_reentrant=False, context_fn=_selective
+                )
+            if compiles_blocks:
                 block.compile()
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -63,6 +79,19 @@ class Metered(ByteGPT):
         if self.shards_itself and self._trainer is not None:
             self.to(self.trainer.strategy.root_device)  # parameters that are meant to move; FSDP2 changes their data
             shard(self, self.device_mesh["data_parallel"])  # type: ignore[index]
+
+
+def _kept(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    aten = torch.ops.aten
+    attention = (
+        aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_efficient_attention,
+        aten._scaled_dot_product_cudnn_attention,
+    )  # fmt: skip
+    is_kept = operator in {packet.default for packet in (aten.mm, aten.addmm, *attention)}
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+_selective = functools.partial(create_selective_checkpoint_contexts, _kept)
 
 
 class LossOf(nn.Module):
@@ -90,7 +119,8 @@ def training(contestant: str, size: str, strategy: str, *settings: str) -> dict[
         contestant: ``"Engine"``, or ``"by hand"`` or ``"Trainer"`` for a strategy that they have.
         size: of `SHAPES`.
         strategy: the engine's flag.
-        settings: ``"compile"``, ``"float8"``, and ``"65k"`` for a step of so many tokens in place of 16k.
+        settings: ``"compile"``, ``"selective"``, a precision other than bf16-mixed, and ``"65k"`` for a step of so many
+            tokens in place of 16k.
     """
     memory_gb = device.total_gb()
     if memory_gb < LEAST_GB.get(size, 0) and not device.smoke():
@@ -103,7 +133,9 @@ def training(contestant: str, size: str, strategy: str, *settings: str) -> dict[
         raise device.NotRunError("needs torchao")
     timed = 3 if device.smoke() else 20
     meter = Meter(warm_up=5, timed=timed, counted=3)
-    compiles = "compile" in settings
+    compiles, recomputes = "compile" in settings, "selective" in settings
+    precision = next((name for name in settings if name in OF_BLOCKS), "bf16-mixed")
+    flags = {"compile": compiles, "activation_checkpointing": "selective" if recomputes else "none"}
     batch_size = 2 if device.smoke() else 64 if "65k" in settings else 16
     # "pp" cuts a batch, which all of its ranks share; so do the ranks of "tp".
     num_devices = 1 if strategy == "single" else device.count()
@@ -111,7 +143,8 @@ def training(contestant: str, size: str, strategy: str, *settings: str) -> dict[
     is_stock_fsdp = contestant == "Trainer" and strategy == "fsdp"
     with device.root():  # a host draws a billion numbers for half a minute
         module = Metered(
-            size, meter, shards_itself=is_stock_fsdp, compiles_blocks=compiles and contestant != "Engine"
+            size, meter, shards_itself=is_stock_fsdp, compiles_blocks=compiles and contestant != "Engine",
+            recomputes_blocks=recomputes and contestant != "Engine",
         )  # fmt: skip
     replicas = num_devices if strategy in ("ddp", "fsdp") else 1
     batches = _text(module.shape["context_length"], meter.steps * batch_size * replicas, batch_size)
@@ -122,8 +155,7 @@ def training(contestant: str, size: str, strategy: str, *settings: str) -> dict[
         make, flag = (Engine, strategy) if contestant == "Engine" else (Trainer, _stock(strategy, num_devices))
         trainer = make(
             strategy=flag, accelerator=device.kind(), devices=num_devices, max_epochs=1,
-            precision="float8" if "float8" in settings else "bf16-mixed",
-            log_every_n_steps=10**6, **QUIET, **({"compile": compiles} if contestant == "Engine" else {}),
+            precision=precision, log_every_n_steps=10**6, **QUIET, **(flags if contestant == "Engine" else {}),
         )  # fmt: skip
         trainer.fit(module, batches)
     context, layers, dim = (module.shape[name] for name in ("context_length", "num_layers", "dim"))
@@ -138,9 +170,10 @@ def training(contestant: str, size: str, strategy: str, *settings: str) -> dict[
         "compile": "yes" if compiles else "no",
         "devices": str(num_devices),
         "tokens per step": str(batch_size * replicas * context),
-        "loop": " ".join([contestant, *(name for name in settings if name == "float8")]),
+        "loop": " ".join([contestant, *(name for name in settings if name in (*OF_BLOCKS, "selective"))]),
         "tokens/s": f"{tokens_per_s:.0f}",
         "ms per step": f"{1e3 * meter.step_s:.2f}",
+        "slowest": f"{1e3 * meter.slowest_s:.2f}",
         "MFU": f"{flops / num_devices / peak_flops:.1%}",
         "peak GB": f"{meter.peak / 1e9:.3f}",
         "host waits per step": f"{meter.waits['waits']:g}",

@@ -44,20 +44,22 @@ def _of_rows(rows: list[dict[str, str]]) -> Iterator[tuple[str, str, str, bool]]
         size, strategy, compiled, tokens = (row[name] for name in ("size", "strategy", "compile", "tokens per step"))
         where = f"{size} {strategy}{', compiled' * (compiled == 'yes')}, {tokens} tokens"
         speed = float(row["tokens/s"])
-        if row["loop"] != "Engine":
+        if row["loop"].startswith("Engine float8"):
             bf16 = speeds.get((size, strategy, compiled, tokens, "Engine"))
             if bf16 is not None:
                 yield _of(f"float8 of {where}, of bf16", speed / bf16, _LEAST_OF_BF16)
             continue
+        kind = row["loop"].removeprefix("Engine").strip()
+        where = f"{where}, {kind}" if kind else where
         if strategy == "single" and size in _LEAST_MFU[compiled]:
             least = _LEAST_MFU[compiled][size]
             yield f"MFU of {where}", f">= {least:g}%", row["MFU"], float(row["MFU"].rstrip("%")) >= least
-        by_hand = speeds.get((size, strategy, compiled, tokens, "by hand"))
+        by_hand = speeds.get((size, strategy, compiled, tokens, f"by hand {kind}".strip()))
         if by_hand is not None:
             yield _of(f"{where}, of a loop by hand", speed / by_hand, _LEAST_OF_BY_HAND)
         single = speeds.get((size, "single", compiled, tokens, "Engine"))
         least_of_single = _LEAST_OF_SINGLE.get((strategy, compiled))
-        if single is not None and least_of_single is not None and row["devices"] == "1":
+        if single is not None and least_of_single is not None and row["devices"] == "1" and not kind:
             yield _of(f"{where}, of single", speed / single, least_of_single)
         waits = row["host waits per step"]
         yield f"host waits of {where}", "0", waits, float(waits) == 0

@@ -1,5 +1,6 @@
 """What a step costs, measured in the step itself: its time, its memory, and what it has the host wait for."""
 
+import itertools
 import time
 from collections import Counter
 from typing import Any
@@ -27,6 +28,7 @@ class Meter:
 
     Attributes:
         step_s: seconds of a step.
+        slowest_s: seconds of the slowest of the timed steps, on the device.
         peak: bytes that were allocated at most while steps were timed.
         waits: of a counted step: times that the host has waited for the device, and copies from pageable memory.
     """
@@ -35,7 +37,8 @@ class Meter:
         self._first, self._last = warm_up, warm_up + timed
         self._end = self._last + counted
         self._num_ticks = 0
-        self.step_s, self.peak = float("nan"), 0
+        self.step_s, self.slowest_s, self.peak = float("nan"), float("nan"), 0
+        self._begins: list[torch.Event] = []
         self.waits: dict[str, float] = {}
         self._num_counted = counted
         self._profile: Any = None
@@ -59,9 +62,14 @@ class Meter:
             wait_for(device.root())
             reset_peak(device.root())
             self._began = time.perf_counter()
+        if self._first <= now <= self._last:
+            self._begins.append(torch.Event(device=device.root(), enable_timing=True))
+            self._begins[-1].record()
         if now == self._last:
             wait_for(device.root())
             self.step_s = (time.perf_counter() - self._began) / max(1, self._last - self._first)
+            pairs = itertools.pairwise(self._begins)
+            self.slowest_s = max((begin.elapsed_time(end) / 1e3 for begin, end in pairs), default=self.slowest_s)
             self.peak = peak_bytes(device.root()) or 0
             if self._num_counted:
                 self._start_counting()

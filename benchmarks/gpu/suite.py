@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 __all__ = ["ITEMS", "PARTS", "Item"]
 
-PARTS = (1, 2, 3)
+PARTS = (1, 2, 3, 4)
 """Each takes `runner.PART_S` at most, in any order; a later one adds to the report."""
 
 
@@ -45,6 +45,7 @@ _CHECKS = (
     _check(1, 90, "checks_waits:waits", "between loggings a step waits for nothing"),
     _check(1, 45, "checks_kernels:largest_values", "topk finds the largest values; time against 16 rows"),
     _check(1, 45, "checks_kernels:orthonormal", "powersgd's factors are orthonormal, of any rank; time against QR"),
+    _check(1, 60, "checks_kernels:packed", "packed sequences by boundaries: loss and gradients of a mask; tokens/s"),
     _check(1, 60, "checks_kernels:averages", "each method's average is its gradient; GB/s and peak memory"),
     _check(1, 45, "checks_streams:replicas", "hsdp with a hook: shards are not written over while replicas read"),
     _check(1, 45, "checks_saves:each_step", "each snapshot in the background has the weights of its step"),
@@ -53,18 +54,18 @@ _CHECKS = (
     _check(1, 60, "checks_steps:overflow", "16-mixed: a step with an infinity changes no weight"),
     _check(1, 60, "checks_waits:images", "pinned images are copied without a wait"),
     _check(1, 60, "checks_ranks:stuck", "a host blocked by the device is named with its line"),
-    _check(3, 150, "checks_ranks:two_on_one", "ddp x 2 on one device: weights of the CPU; failures end and are named"),
+    _check(4, 150, "checks_ranks:two_on_one", "ddp x 2 on one device: weights of the CPU; failures end and are named"),
     _check(1, 45, "checks_steps:no_warnings", "ddp under -W error"),
-    _check(3, 90, "checks_memory:tensor_parallel", "tp of 4 ranks: each has its quarter; host time of a step"),
+    _check(4, 90, "checks_memory:tensor_parallel", "tp of 4 ranks: each has its quarter; host time of a step"),
     # Only a GPU tells whether the host is ahead of it there, and a broadcast between hosts so costs nothing.
-    _check(3, 60, "checks_ranks:pipeline", "pp of two devices: time of a step that hosts' broadcasts take"),
-    _check(3, 90, "checks_ranks:server_and_verify", "ps trains; verify of a convolutional net finds it equal"),
+    _check(4, 60, "checks_ranks:pipeline", "pp of two devices: time of a step that hosts' broadcasts take"),
+    _check(4, 90, "checks_ranks:server_and_verify", "ps trains; verify of a convolutional net finds it equal"),
 )  # fmt: skip
 
 _SIZES = ("124M", "350M", "1.3B")
 
 
-_EAGER, _COMPILED = ("Engine", "by hand", "Trainer"), ("Engine", "by hand")
+_ALL, _BY_HAND = ("Engine", "by hand", "Trainer"), ("Engine", "by hand")
 
 
 def _figures(part: int, size: str, strategy: str, *settings: str, of: tuple[str, ...] = ("Engine",)) -> Iterator[Item]:
@@ -75,18 +76,22 @@ def _figures(part: int, size: str, strategy: str, *settings: str, of: tuple[str,
 
 
 def _all_figures() -> Iterator[Item]:
-    for strategy in ("single", "fsdp"):
+    for part, strategy in ((2, "single"), (3, "fsdp")):
         for size in _SIZES:
-            yield from _figures(2, size, strategy, of=_EAGER)
-            yield from _figures(2, size, strategy, "compile", of=_COMPILED)
-        yield from _figures(2, "1.3B", strategy, "compile", "float8")
-    yield from _figures(3, "124M", "single", "65k", of=_EAGER)
-    yield from _figures(3, "124M", "single", "compile", "65k", of=_COMPILED)
+            yield from _figures(part, size, strategy, "compile", of=_ALL)
+            yield from _figures(part, size, strategy, "compile", "bf16-blocks")
+            yield from _figures(part, size, strategy, of=_ALL)
+            yield from _figures(part, size, strategy, "bf16-blocks")
+        yield from _figures(part, "1.3B", strategy, "compile", "float8")
     for size in _SIZES:
-        yield from _figures(3, size, "tp")
-        yield from _figures(3, size, "tp", "compile")
-        yield from _figures(3, size, "ddp", of=_EAGER)
-        yield from _figures(3, size, "pp")
+        yield from _figures(3, size, "fsdp", "compile", "selective", of=_BY_HAND)
+    yield from _figures(2, "124M", "single", "compile", "65k", of=_BY_HAND)
+    yield from _figures(2, "124M", "single", "65k", of=_ALL)
+    for size in _SIZES:
+        yield from _figures(4, size, "tp")
+        yield from _figures(4, size, "tp", "compile")
+        yield from _figures(4, size, "ddp", of=_ALL)
+        yield from _figures(4, size, "pp")
 
 
 ITEMS: tuple[Item, ...] = (*_CHECKS, *_all_figures())

@@ -145,6 +145,7 @@ ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
         "_global_forward_hooks",
         "_global_forward_pre_hooks",
     ),
+    "torch.nn.attention.varlen": ("_varlen_attn",),
     "torch.nn.modules.linear_cross_entropy": ("_linear_cross_entropy_batch_chunked",),
     "torch.nn:BatchNorm1d": ("_check_input_dim",),
     "torch.nn:Conv1d": ("_conv_forward",),

@@ -1,8 +1,8 @@
 """Packs token sequences of any length into rows of one length, each independent of its neighbours.
 
 The positions of each sequence begin at 0, and its first label is masked, so that the last token of the sequence before
-predicts nothing. The positions define the sequences: `block_diagonal_mask` turns them into an attention mask, and
-`cu_seqlens` into the boundaries that kernels for sequences of different lengths take.
+predicts nothing. `block_diagonal_mask` turns the positions into an attention mask; `cu_seqlens` turns the lengths into
+boundaries, which kernels for sequences of different lengths take.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,11 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ..flags import check_count
 
 __all__ = ["PackSequences", "block_diagonal_mask", "cu_seqlens"]
 
+_LEAST_COLUMNS = 8
+"""The least columns of `sequence_lengths`, whose number is a power of two: compiled steps meet few of them."""
 _IGNORED = -100
 """The label of a token that is not predicted; `torch.nn.functional.cross_entropy` leaves it out by default."""
 
@@ -25,11 +28,13 @@ class PackSequences:
     A sample is a dict as tokenised data sets have it: `input_ids` [time] and, if they differ, `labels` [time], lists or
     tensors, aligned (`labels[t]` is what position t - 1 predicts, or -100). An `attention_mask` of ones is allowed.
 
-    The batch has, all of them int64 [rows, length]:
+    The batch has these integers, all but the last one [rows, length]:
 
     - `input_ids`, filled up with `pad_token_id`;
     - `labels`, -100 at the first token of each sequence and at padding;
-    - `position_ids`, from 0 in each sequence; padding is a sequence of its own.
+    - `position_ids`, from 0 in each sequence; padding is a sequence of its own;
+    - `sequence_lengths` [rows, columns], the lengths of a row's sequences, and then zeros. On an accelerator nothing
+      has to wait for their number.
 
     `training_step` returns ``{"loss": mean, "weight": count}`` with the number of labels that are not -100, so that
     each token counts the same, however many there are in a batch or on a rank.
@@ -60,11 +65,17 @@ class PackSequences:
             rows[row].append((tokens, labels))
             room[row] -= len(tokens)
         for row, left in enumerate(room):
-            rows[row].append((torch.full((left,), self.pad_token_id), torch.full((left,), _IGNORED)))
+            if left:
+                rows[row].append((torch.full((left,), self.pad_token_id), torch.full((left,), _IGNORED)))
+        most = max(_LEAST_COLUMNS, *map(len, rows))
+        lengths = torch.zeros(len(rows), 2 ** (most - 1).bit_length(), dtype=torch.int64)
+        for row, sequences_of_row in zip(lengths, rows, strict=True):
+            row[: len(sequences_of_row)] = torch.tensor([len(tokens) for tokens, _ in sequences_of_row])
         return {
             "input_ids": torch.stack([torch.cat([tokens for tokens, _ in row]) for row in rows]),
             "labels": torch.stack([torch.cat([labels for _, labels in row]) for row in rows]),
             "position_ids": torch.stack([torch.cat([torch.arange(len(tokens)) for tokens, _ in row]) for row in rows]),
+            "sequence_lengths": lengths,
         }
 
     def _read(self, sample: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
@@ -103,12 +114,12 @@ def block_diagonal_mask(position_ids: Tensor) -> Tensor:
     return ((sequence[:, :, None] == sequence[:, None, :]).tril())[:, None]
 
 
-def cu_seqlens(position_ids: Tensor) -> Tensor:
-    """Returns the start of each sequence in the rows one after the other, and the end: int32, [sequences + 1].
+def cu_seqlens(sequence_lengths: Tensor) -> Tensor:
+    """Returns where each sequence begins in the rows one after the other, and the end: int32, [rows * columns + 1].
+
+    An entry of length zero is an empty sequence, which such kernels leave out.
 
     Args:
-        position_ids: [rows, length], 0 where a sequence begins.
+        sequence_lengths: [rows, columns], of `PackSequences`.
     """
-    flat = position_ids.flatten()
-    starts = (flat == 0).nonzero().flatten()
-    return torch.cat([starts, starts.new_tensor([len(flat)])]).int()
+    return functional.pad(sequence_lengths.flatten().cumsum(0, dtype=torch.int32), (1, 0))

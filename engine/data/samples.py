@@ -163,7 +163,8 @@ def join_batches(batches: Sequence[Any], sizes: Sequence[int]) -> Any:
                 raise NoSamplesError("a tensor without dims, which differs")
             return first
         rows = {len(batch) / size for batch, size in zip(batches, sizes, strict=True)}
-        if len(rows) > 1 or first.layout != torch.strided:  # rows of a sample
+        shapes = {batch.shape[1:] for batch in batches}
+        if len(rows) > 1 or len(shapes) > 1 or first.layout != torch.strided:  # rows of a sample
             raise NoSamplesError(f"a tensor {list(first.shape)}")
         return torch.cat(list(batches))
     if isinstance(first, np.ndarray):

@@ -34,6 +34,7 @@ from .._compat.torch import TorchDispatchMode, _BatchNorm, tree_leaves
 from ..attachments import has_hooks
 from ..checkpoint import get_random_state, set_random_state
 from ..data.samples import NoSamplesError, join_batches, num_samples, take_samples
+from ..precision.plugins import autocast_dtype
 from ..strategies.pipeline.reachable_state import (
     NOT_THE_USERS_ATTRIBUTES,
     ReachableState,
@@ -91,7 +92,8 @@ def compare_parts(
     Raises:
         UnfitError: the batch can't be cut, the step depends on more than its batch, or computes in fewer than 32 bits.
     """
-    is_exact = str(trainer.precision).endswith(("32-true", "64-true", "mixed"))  # mixed: this runs without autocast
+    # This runs without autocast.
+    is_exact = autocast_dtype(trainer.precision_plugin) is not None or trainer.precision in ("32-true", "64-true")
     if not is_exact or any(p.is_floating_point() and p.itemsize < 4 for p in module.parameters()):
         raise UnfitError("the step computes in fewer than 32 bits")
     has_batches = getattr(trainer._data_connector.sizes.loader, "batch_size", None) is not None
@@ -146,7 +148,7 @@ class _Parts(Replay):
 
     def forward_context(self) -> Any:
         # Rounding to 8 or 11 bits would hide differences, or be one.
-        is_mixed = str(self.trainer.precision).endswith("mixed")
+        is_mixed = autocast_dtype(self.trainer.precision_plugin) is not None
         return contextlib.nullcontext() if is_mixed else super().forward_context()
 
     @contextlib.contextmanager
@@ -400,7 +402,7 @@ def _mixed(first: MicroBatch, second: MicroBatch) -> MicroBatch:
     parts = [_taken(first, slice(half)), _taken(second, slice(half, None))]
     try:
         batch = join_batches([part.batch for part in parts], [part.samples for part in parts])
-    except (NoSamplesError, RuntimeError):  # tensors of other shapes
+    except (NoSamplesError, RuntimeError):  # tensors of other shapes or dtypes
         return second
     return dataclasses.replace(second, batch=batch)
 

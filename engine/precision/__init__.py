@@ -7,7 +7,7 @@ from typing import Any
 
 from ..flags import did_you_mean
 
-__all__ = ["ALIASES", "FLOAT8", "PRECISIONS", "TRANSFORMER_ENGINE", "canonical_precision"]
+__all__ = ["ALIASES", "FLOAT8", "OF_BLOCKS", "PRECISIONS", "TRANSFORMER_ENGINE", "canonical_precision"]
 
 ALIASES = {"32": "32-true", "64": "64-true", "16": "16-mixed", "bf16": "bf16-mixed"}
 
@@ -18,6 +18,7 @@ PRECISIONS = {
     "bf16-true": "weights and arithmetic in bfloat16",
     "16-true": "weights and arithmetic in float16",
     "64-true": "float64 throughout",
+    "bf16-blocks": "as bf16-mixed, with all of the repeated blocks in bfloat16",
     "float8": "as bf16-mixed, with products of the blocks in float8, by torchao",
     "float8-rowwise": "as float8, with a scale for each row, which rounds less",
 }
@@ -25,6 +26,9 @@ PRECISIONS = {
 
 FLOAT8 = {"float8": "tensorwise", "float8-rowwise": "rowwise"}
 """Precisions of which torchao computes the products, and its names for them."""
+
+OF_BLOCKS = ("bf16-blocks", *FLOAT8)
+"""Precisions that replace what the repeated blocks of a module compute."""
 
 TRANSFORMER_ENGINE = ("transformer-engine", "transformer-engine-float16")
 """Lightning's float8 precisions, for single and ddp: NVIDIA's package of this name replaces layers."""

@@ -19,7 +19,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
 
-from . import FLOAT8, PRECISIONS, canonical_precision
+from . import OF_BLOCKS, PRECISIONS, canonical_precision
 from .clipping import clip_by_norm, clip_by_value
 from .loss_scaling import LossScaler, Parameters, ScaledPrecision, one_update
 
@@ -141,7 +141,7 @@ def make_precision(name: str, device_type: str) -> Precision:
     if name in ("16-mixed", "bf16-mixed"):
         scaler = LossScaler(device_type) if name == "16-mixed" else None
         return MixedPrecision(name, device_type, scaler)  # type: ignore[arg-type]
-    assert name not in FLOAT8, "see `strategies/float8.py`"
+    assert name not in OF_BLOCKS, "see `strategies/block_precision.py`"
     if name in ("16-true", "bf16-true"):
         return _Half(name)  # type: ignore[arg-type]
     return _Double() if name == "64-true" else _Full()

@@ -24,7 +24,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
 from ..precision import FLOAT8
-from ..precision.plugins import MixedPrecision
+from .block_precision import BlockPrecision
 from .units import named_blocks
 
 __all__ = ["Float8Precision", "check_float8", "float8_linear"]
@@ -35,7 +35,7 @@ _CAPABILITY = (8, 9)
 """The first GPUs of NVIDIA with products in float8: Ada and Hopper."""
 
 
-class Float8Precision(MixedPrecision):
+class Float8Precision(BlockPrecision):
     """Autocast to bfloat16, and products in float8 in the blocks of each module that it converts.
 
     Args:
@@ -47,17 +47,12 @@ class Float8Precision(MixedPrecision):
     """
 
     def __init__(self, name: str, device_type: str) -> None:
-        super().__init__("bf16-mixed", device_type)
-        self.precision = name  # type: ignore[assignment]
+        super().__init__(name, device_type)
         self._converted: list[nn.Linear] = []
         if find_spec("torchao") is None:
             raise ValueError(f"precision={name!r} needs the package torchao: pip install 'polyphase[float8]'.")
         if device_type in ("mps", "tpu", "xla"):
             raise ValueError(f"precision={name!r} can't be done on {device_type!r}: choose precision='bf16-mixed'.")
-
-    def autocast_context_manager(self) -> torch.autocast:
-        """See `MixedPrecision`, which knows its own names only."""
-        return torch.autocast(self.device, dtype=torch.bfloat16, cache_enabled=False)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Makes the layers of the blocks multiply in float8, until `teardown`."""

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.attention.varlen  # defines an operator
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from lightning.pytorch.utilities import rank_zero_info
@@ -67,6 +68,7 @@ _KEPT = frozenset(
         _ATEN._scaled_dot_product_efficient_attention.default,
         _ATEN._scaled_dot_product_cudnn_attention.default,
         _ATEN._scaled_dot_product_fused_attention_overrideable.default,
+        torch.ops.torch_attn._varlen_attn.default,
     }
 )
 """Operators whose outputs ``"selective"`` keeps, unless the module names others."""

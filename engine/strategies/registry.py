@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ..compression.registry import ROWS as HOOKS
 from ..compression.registry import HookRow
 from ..flags import choose
-from ..precision import FLOAT8, PRECISIONS
+from ..precision import OF_BLOCKS, PRECISIONS
 from ..registration import STRATEGY_GROUP, Reference, check_new_name, load_plugin
 from .options import (
     CPOptions,
@@ -82,7 +82,7 @@ def _unless_cut(options: Any) -> bool:
     return options.microbatches in (None, 1)
 
 
-_ALL_BUT_FLOAT8 = tuple(name for name in PRECISIONS if name not in FLOAT8)
+_OF_ANY_MODULE = tuple(name for name in PRECISIONS if name not in OF_BLOCKS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,9 +112,9 @@ class StrategySpec:
     """Takes the name and row of a compression; returns whether the strategy can use it."""
     why_not: str = ""
     """Why it does not support the other compressions."""
-    precisions: tuple[str, ...] = _ALL_BUT_FLOAT8
+    precisions: tuple[str, ...] = _OF_ANY_MODULE
     """Names of the supported precisions."""
-    why_not_precision: str = "float8 works with single, ddp, zero1, fsdp and hsdp"
+    why_not_precision: str = "those of blocks work with single, ddp, zero1, fsdp and hsdp"
     """Why it does not support the other precisions."""
 
     @property
@@ -375,7 +375,7 @@ def register_strategy(
     description: str,
     options: type = NoOptions,
     compressions: Collection[str] | Literal["all"] = (),
-    precisions: Collection[str] = _ALL_BUT_FLOAT8,
+    precisions: Collection[str] = _OF_ANY_MODULE,
     traffic: str = "not stated",
     choose_when: str = "",
 ) -> None:

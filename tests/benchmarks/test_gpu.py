@@ -142,6 +142,7 @@ def test_goals_are_reached_or_missed():
         row("124M", "single", "yes", "Engine", 1000, 41.0),
         row("124M", "single", "yes", "by hand", 1020, 41.5),
         row("124M", "tp", "yes", "Engine", 960, 39.0),
+        row("124M", "single", "yes", "Engine bf16-blocks", 1020, 41.5),
         row("1.3B", "single", "no", "Engine", 100, 41.9),
         row("1.3B", "fsdp", "yes", "Engine", 100, 47.0),
         row("1.3B", "fsdp", "yes", "Engine float8", 113, 53.0),
@@ -156,6 +157,8 @@ def test_goals_are_reached_or_missed():
         "MFU of 124M single, compiled, 16384 tokens": ("41.0%", "reached"),
         "124M single, compiled, 16384 tokens, of a loop by hand": ("0.980", "missed"),
         "host waits of 124M single, compiled, 16384 tokens": ("0", "reached"),
+        "MFU of 124M single, compiled, 16384 tokens, bf16-blocks": ("41.5%", "reached"),
+        "host waits of 124M single, compiled, 16384 tokens, bf16-blocks": ("0", "reached"),
         "124M tp, compiled, 16384 tokens, of single": ("0.960", "reached"),
         "host waits of 124M tp, compiled, 16384 tokens": ("0", "reached"),
         "MFU of 1.3B single, 16384 tokens": ("41.9%", "missed"),
@@ -188,9 +191,9 @@ def test_a_part_ends_in_time(tmp_path):
     assert "the 6 s of its part were over" in results.text()
 
 
-def test_the_table_has_28_checks_that_are_there():
+def test_the_table_has_29_checks_that_are_there():
     checks = [found for found in ITEMS if not found.is_figure]
-    assert len(checks) == 28
+    assert len(checks) == 29
     assert len({found.name for found in ITEMS}) == len(ITEMS)
     assert {found.part for found in ITEMS} == set(suite.PARTS)
     outcome = elsewhere(f"{HERE}:places", limit_s=120)

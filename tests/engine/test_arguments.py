@@ -14,7 +14,7 @@ from polyphase.engine import Engine, fit, flags
 from polyphase.engine.compression import COMM_HOOKS
 from polyphase.engine.config import EngineConfig, types_of
 from polyphase.engine.flags import Layout
-from polyphase.engine.precision import FLOAT8, PRECISIONS
+from polyphase.engine.precision import OF_BLOCKS, PRECISIONS
 from polyphase.engine.strategies import STRATEGIES
 
 OURS = {
@@ -84,7 +84,7 @@ def test_each_argument_is_documented_in_the_order_of_the_signature():
         (flags.StrategyName, {"auto", *STRATEGIES}),
         (flags.CompressionName, {"none", *COMM_HOOKS}),
         (flags.AcceleratorName, {"auto", "gpu", *AcceleratorRegistry.available_accelerators()}),
-        (flags.PrecisionName, options(lightnings._PRECISION_INPUT) | set(FLOAT8)),
+        (flags.PrecisionName, options(lightnings._PRECISION_INPUT) | set(OF_BLOCKS)),
         (flags.Axis, set(Layout().axes)),
     ],
     ids=lambda value: "",
@@ -94,7 +94,7 @@ def test_the_closed_sets_are_those_of_the_tables(choice, table):
 
 
 def test_each_other_precision_of_ours_is_one_of_lightnings():
-    assert set(PRECISIONS) - set(FLOAT8) < options(lightnings._PRECISION_INPUT)
+    assert set(PRECISIONS) - set(OF_BLOCKS) < options(lightnings._PRECISION_INPUT)
 
 
 def test_the_parser_of_lightnings_command_sees_each_argument():

@@ -318,7 +318,7 @@ def test_layers_made_too_late_are_refused():
 
 
 def test_products_in_float8_are_refused(monkeypatch):
-    monkeypatch.setattr("polyphase.engine.engine.FLOAT8", {"bf16-mixed": ""})  # the CPU has no others
+    monkeypatch.setattr("polyphase.engine.engine.OF_BLOCKS", {"bf16-mixed": ""})  # the CPU has no others
     with pytest.raises(RefusedError, match="has not been tried with precision='bf16-mixed'"):
         Engine(finetune="lora", precision="bf16-mixed", accelerator="cpu", devices=1, **QUIET)
 

@@ -5,8 +5,10 @@ import math
 import pytest
 import torch
 from lightning.pytorch import Trainer
+from torch.nn import functional
 
-from polyphase.models import SIZES, ByteGPT, PythonSource
+from polyphase.engine.data import PackSequences
+from polyphase.models import SIZES, ByteGPT, PythonSource, TokenGPT, chunked_cross_entropy
 
 QUIET = {
     "accelerator": "cpu",
@@ -68,3 +70,58 @@ def test_its_optimizer_steps_in_one_kernel_on_a_gpu(kind, fused):
     model.trainer = Trainer(max_steps=8, **QUIET)
     optimizer = model.configure_optimizers()["optimizer"]
     assert [group["fused"] for group in optimizer.param_groups] == [fused, fused]
+
+
+# --- tokens of two bytes
+
+
+class WithLogits(TokenGPT):
+    """With all logits."""
+
+    _loss = ByteGPT._loss
+
+
+@pytest.mark.parametrize("packs", [False, True])
+def test_its_loss_is_that_of_logits(packs):
+    results = []
+    for make in (TokenGPT, WithLogits):
+        torch.manual_seed(0)
+        module = make(num_layers=1, dim=16, num_heads=2, context_length=8)
+        assert module.net.head.weight.shape == (65_536, 16)
+        batch = torch.randint(65_536, (3, 9))
+        if packs:
+            batch = PackSequences(8)(
+                [{"input_ids": row[:length]} for row, length in zip(batch, (3, 5, 8), strict=True)]
+            )
+        loss = module._loss(batch)
+        loss.backward()
+        results.append([loss, *(p.grad for p in module.parameters())])
+    # Sums of 65,536 numbers in another order.
+    torch.testing.assert_close(*results, rtol=1e-6, atol=5e-6)
+
+
+def test_it_learns_with_pairs_of_bytes():
+    torch.manual_seed(0)
+    model = TokenGPT(num_layers=1, dim=16, num_heads=2, context_length=16, lr=1e-2, warmup_steps=5)
+    data = PythonSource(batch_size=8, context_length=16, max_bytes=10_000, max_val_bytes=1_001, bytes_per_token=2)
+    trainer = Trainer(max_epochs=1, **QUIET)
+    trainer.fit(model, datamodule=data)
+    metrics = trainer.callback_metrics
+    assert metrics["val/bits_per_byte"] == pytest.approx(metrics["val/loss"].item() / math.log(2) / 2)
+    assert metrics["val/bits_per_byte"] < 7.5 < 8
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_loss_in_chunks_computes_in_the_dtype_of_autocast(dtype):
+    torch.manual_seed(0)
+    features, weight = torch.randn(2, 5, 16, requires_grad=True), torch.randn(40, 16, requires_grad=True)
+    targets = torch.randint(40, (2, 5))
+    targets[0, 0] = -100
+    is_half = dtype == torch.bfloat16
+    with torch.autocast("cpu", dtype, enabled=is_half):
+        loss = chunked_cross_entropy(features, weight, targets)
+    ours = loss, *torch.autograd.grad(loss, (features, weight))
+    loss = functional.cross_entropy((features.to(dtype) @ weight.to(dtype).T).float().flatten(0, 1), targets.flatten())
+    expected = loss, *torch.autograd.grad(loss, (features, weight))
+    assert {value.dtype for value in ours} == {torch.float32}
+    torch.testing.assert_close(ours, expected, rtol=0, atol=2e-2 if is_half else 1e-6)

@@ -40,6 +40,17 @@ def test_batches_are_what_the_model_takes():
     assert len(data.val.text) == 2000
 
 
+def test_two_bytes_are_a_token():
+    bytes_of, pairs = (PythonSource(max_bytes=1001, max_val_bytes=501, bytes_per_token=number) for number in (1, 2))
+    bytes_of.setup("fit")
+    pairs.setup("fit")
+    first, second = bytes_of.train.text[:1000].long().view(-1, 2).unbind(1)
+    assert torch.equal(pairs.train.text.long(), first + 256 * second)
+    assert next(iter(pairs.val_dataloader())).shape == (1, 129)
+    with pytest.raises(ValueError, match="bytes_per_token must be 1 or 2, but got 3"):
+        PythonSource(bytes_per_token=3)
+
+
 def test_it_is_the_same_each_time():
     one, two = PythonSource(max_bytes=3000), PythonSource(max_bytes=3000)
     one.setup("fit")

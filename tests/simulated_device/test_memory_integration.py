@@ -7,6 +7,8 @@ import torch
 from lightning.pytorch import Callback
 
 from polyphase.engine import Engine
+from polyphase.engine.devices import allocated_bytes, peak_bytes, reset_peak
+from polyphase.models import ByteGPT, TokenGPT
 from tests.engine.eager_graphs import eager_graphs
 from tests.engine.parity import FEW_STEPS, QUIET, TOLERANCE, build, differences, loader, sgd
 from tests.pairs import nightly
@@ -122,6 +124,29 @@ def test_what_compiled_steps_copy():
     assert every["to_host"] == every["to_device"] - none["to_device"] > 3 * few["to_host"] > 0
     assert every["to_device_pageable"] == none["to_device_pageable"]
     assert none["graphs"] == every["graphs"] == few["graphs"] == 0, "hooks of saved tensors compile nothing anew"
+
+
+def _peak(make: type[TokenGPT]) -> int:
+    """The most memory of a step's forward and backward on 2 x 64 tokens, beyond weights and their gradients."""
+    install()
+    module = make(num_layers=1, dim=16, num_heads=2, context_length=64).to("sim")
+    batch = torch.randint(65_536, (2, 65)).to("sim")
+    for _ in range(2):  # gradients are there in the second step
+        reset_peak(batch.device)
+        before = allocated_bytes(batch.device)
+        module._loss(batch).backward()
+    return (peak_bytes(batch.device) or 0) - before
+
+
+class _WithLogits(TokenGPT):
+    _loss = ByteGPT._loss
+
+
+def test_a_loss_in_chunks_makes_no_logits():
+    logits = 2 * 64 * 65_536 * 4
+    assert in_a_child(_peak, _WithLogits) > 2 * logits
+    # torch's chunks: as many rows as weights have columns, here 16 of 128, beside the gradient of the weight.
+    assert in_a_child(_peak, TokenGPT) < logits
 
 
 def test_ends_with_the_run():

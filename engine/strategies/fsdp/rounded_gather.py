@@ -30,6 +30,7 @@ from torch.nn import functional
 
 # torch: its own tensor subclasses map their arguments with it; torch.utils.pytree has no map by type.
 from ..._compat.torch import tree_map_only
+from ..block_precision import cast_weight
 from ..float8 import float8_linear
 from ..units import CompiledBlock
 from .unit_plan import ANY, weights_used_in
@@ -61,6 +62,7 @@ _FORWARDS = {
         functional._in_projection_packed,  # type: ignore[attr-defined]
         functional._in_projection,  # type: ignore[attr-defined]
         float8_linear,
+        cast_weight,
     )
 }
 
@@ -336,7 +338,9 @@ def _other_use(graph: Any, value: Node) -> Node | None:
     """The first node that uses a weight in another way than as the weight or bias of a layer."""
     for node in value.users:
         other: Node | None = node
-        if node.target in _LAYERS:
+        if node.op == "call_method" and node.target == "to" and node.args[1:] == (torch.bfloat16,):
+            other = None  # the values that are there
+        elif node.target in _LAYERS:
             other = node if node.args[0] is value else None
         elif node.target is torch.ops.higher_order.tag_activation_checkpoint:
             body, *arguments = node.args

@@ -203,6 +203,8 @@ class FSDP(UnitSteps):
             check_pruning(trainer.callbacks, repr(self))  # type: ignore[attr-defined]  # the module's own, too
         if not self._is_laid_out(self.model):
             self._lay_out(self.model, fitting=fitting)
+        else:
+            self.model = self.precision_plugin.convert_module(self.model)
         tell_device(self.model, self.root_device)  # Lightning moves logged metrics to the CPU after a run
         self.barrier()
         if fitting:

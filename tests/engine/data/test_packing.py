@@ -47,7 +47,14 @@ def test_rows_have_each_sequence_once_with_positions_from_zero():
     assert batch["input_ids"].tolist() == [[10] * 9 + [20] * 7, [30] + [255] * 15]
     assert batch["position_ids"].tolist() == [[*range(9), *range(7)], [0, *range(15)]]
     assert batch["labels"].tolist() == [[-100] + [10] * 8 + [-100] + [20] * 6, [-100] * 16]
-    assert cu_seqlens(batch["position_ids"]).tolist() == [0, 9, 16, 17, 32]
+    assert batch["sequence_lengths"].tolist() == [[9, 7, *[0] * 6], [1, 15, *[0] * 6]]
+    assert cu_seqlens(batch["sequence_lengths"]).tolist() == [0, 9, *[16] * 7, 17, *[32] * 7]
+
+
+def test_the_number_of_boundaries_is_a_power_of_two():
+    """Compiled steps have a graph for each number that they meet."""
+    batches = [PackSequences(64)([{"input_ids": [1]}] * number) for number in (1, 7, 8, 15, 16, 64)]
+    assert [batch["sequence_lengths"].size(1) for batch in batches] == [8, 8, 16, 16, 32, 64]
 
 
 def test_a_position_sees_its_own_sequence_up_to_itself():

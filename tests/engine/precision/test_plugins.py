@@ -5,7 +5,7 @@ import pickle
 import pytest
 import torch
 
-from polyphase.engine.precision import FLOAT8
+from polyphase.engine.precision import OF_BLOCKS
 from polyphase.engine.precision.plugins import PRECISIONS, canonical_precision, make_precision
 
 from ..tiny import Regression, engine, rows
@@ -30,7 +30,7 @@ class Watched(Regression):
 
 
 def test_the_tables_of_this_test_and_of_the_flag_have_the_same_names():
-    assert set(PRODUCTS) | set(FLOAT8) == set(PRECISIONS)
+    assert set(PRODUCTS) | set(OF_BLOCKS) == set(PRECISIONS)
 
 
 @pytest.mark.parametrize("name", list(PRECISIONS))
