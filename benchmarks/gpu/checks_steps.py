@@ -9,11 +9,9 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, Trainer
 from torch import Tensor, nn
-from torch._dynamo.backends.debugging import aot_eager
 from torch.utils.data import DataLoader, TensorDataset
 
 from polyphase.engine import Engine
-from polyphase.engine.loop import compile
 from polyphase.engine.strategies.float8 import Float8Precision
 
 from . import device
@@ -28,6 +26,7 @@ from .subjects import (
     TP_OF_ONE,
     by_hand,
     close,
+    compiler,
     engine,
     rows,
     seeded,
@@ -137,8 +136,8 @@ def compiled() -> str:
         (FSDP_OF_ONE, {}, {}),
         (TP_OF_ONE, {}, {}),
     ]
-    if device.kind() != "cuda":  # inductor has no code for it; what is here is left to itself
-        compile._Backend._compile_graph = lambda _, graph, inputs: aot_eager(graph, inputs)  # type: ignore[method-assign]
+    compiler()
+    if device.kind() != "cuda":
         cells = cells[:2]
     seen = []
     for flag, flags, precision in cells:
@@ -154,8 +153,7 @@ def float8() -> str:
     """Products beside those in bfloat16, and compiled steps beside eager ones."""
     if find_spec("torchao") is None:
         raise device.NotRunError("needs torchao")
-    if device.kind() != "cuda":  # as above
-        compile._Backend._compile_graph = lambda _, graph, inputs: aot_eager(graph, inputs)  # type: ignore[method-assign]
+    compiler()
     n = 64 if device.smoke() else 4096
     seen = []
     for name, largest in (("float8", 0.07), ("float8-rowwise", 0.045)):  # as tests/engine/strategies/test_float8.py

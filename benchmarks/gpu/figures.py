@@ -30,7 +30,7 @@ from polyphase.models import ByteGPT, PythonSource
 
 from . import device
 from .meter import Meter
-from .subjects import QUIET
+from .subjects import QUIET, compiler
 
 SHAPES = {
     "124M": {"num_layers": 12, "num_heads": 12, "dim": 768},
@@ -63,7 +63,7 @@ class Metered(ByteGPT):
                     checkpoint, block.forward, use_reentrant=False, context_fn=_selective
                 )
             if compiles_blocks:
-                block.compile()
+                block.compile(backend=compiler())
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         self.meter.tick()
@@ -126,7 +126,7 @@ def training(contestant: str, size: str, strategy: str, *settings: str) -> dict[
     if memory_gb < LEAST_GB.get(size, 0) and not device.smoke():
         raise device.NotRunError(f"needs {LEAST_GB[size]} GB, and the device has {memory_gb:.0f}")
     if "compile" in settings:
-        device.needs_cuda("inductor's code")
+        compiler()
     if contestant == "Trainer" and strategy == "ddp":
         device.needs_cuda("Lightning's DDPStrategy makes a stream of torch.cuda on any accelerator")
     if "float8" in settings and find_spec("torchao") is None:

@@ -7,11 +7,13 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
+from torch._dynamo.backends.debugging import aot_eager
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torchmetrics import MeanMetric
 
 from polyphase.engine import Engine, register_strategy
+from polyphase.engine.loop import compile
 from polyphase.engine.strategies.fsdp.strategy import FSDP
 from polyphase.engine.strategies.options import FSDPOptions, PPOptions, TPOptions
 from polyphase.engine.strategies.pipeline.strategy import Pipeline
@@ -30,6 +32,7 @@ __all__ = [
     "TP_OF_ONE",
     "by_hand",
     "close",
+    "compiler",
     "engine",
     "largest_difference",
     "rows",
@@ -51,6 +54,17 @@ register_strategy(TP_OF_ONE, TensorParallel, options=TPOptions, description="spl
 register_strategy(PP_OF_ONE, Pipeline, options=PPOptions, description="a pipeline, also on one device")
 TOLERANCE = 1e-5
 BATCH_SIZE = 8
+
+
+def compiler() -> str:
+    """The backend for `torch.compile`: inductor, or one that runs graphs as they are where inductor has no code.
+
+    The engine's own has what is here run so, too.
+    """
+    if device.kind() == "cuda":
+        return "inductor"
+    compile._Backend._compile_graph = lambda _, graph, inputs: aot_eager(graph, inputs)  # type: ignore[method-assign]
+    return "aot_eager"
 
 
 def adamw(module: nn.Module) -> torch.optim.Optimizer:

@@ -6,7 +6,10 @@ import torch.distributed as dist
 from lightning.pytorch import Callback
 
 from polyphase.engine import Engine
+from polyphase.engine.strategies.block_precision import BF16Blocks
 from polyphase.engine.strategies.fsdp.rounded_gather import Rounded
+from polyphase.engine.strategies.fsdp.strategy import FSDP
+from polyphase.engine.strategies.options import FSDPOptions
 
 from ..eager_graphs import eager_graphs
 from ..tiny import QUIET
@@ -58,14 +61,12 @@ def test_shards_change_no_bit_and_several_ranks_little():
 
 def test_a_second_run_of_a_sharded_module_computes_alike():
     """Of one process, whose module stays sharded between runs."""
-    from polyphase.engine.strategies.fsdp.strategy import FSDP
-    from polyphase.engine.strategies.options import FSDPOptions
-
     results = []
     for make in (lambda: "single", lambda: FSDP(FSDPOptions())):
         module = GPT()
         for _ in range(2):
-            engine = Engine(**{**QUIET, "strategy": make(), "devices": 1, "precision": NAME, "max_steps": 3})
+            plugin = BF16Blocks(NAME, "cpu")
+            engine = Engine(strategy=make(), devices=1, plugins=[plugin], max_steps=3, **QUIET)
             engine.fit(module, data())
         results.append({name: getattr(t, "full_tensor", lambda t=t: t)() for name, t in module.state_dict().items()})
     dist.destroy_process_group()
