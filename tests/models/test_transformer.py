@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
 from polyphase.engine.data import PackSequences
 from polyphase.models import ByteGPT, Transformer
@@ -125,7 +126,7 @@ def test_with_boundaries_nothing_has_the_size_of_a_mask(kernel):
 
 
 def test_boundaries_of_any_values_are_one_graph(kernel):
-    compiler = torch._dynamo.testing.CompileCounter()
+    compiler = CompileCounter()
     step = torch.compile(ByteGPT(num_layers=2, num_heads=2, dim=16, context_length=16)._loss, backend=compiler)
     for lengths in ([7, 9, 16], [16, 16], [2, 3, 4, 5, 1, 16]):
         step(packed(lengths))
