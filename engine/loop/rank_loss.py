@@ -13,11 +13,11 @@ It is a resumption with fewer ranks, from memory. A collective of the step raise
 
 A rank that is not left has no way back: it has been killed, or ends when it reads the decision.
 
-Between two steps nothing can be returned to: hooks have been called, on some ranks. So the collectives of all ranks go
-through the store there, where what was written stays: either all ranks have the values of all, or none has, and those
-that are left repeat this one collective. A validation and a save are repeated from their beginning, on all of them or
-on none, by such a collective at their end; so is an exchange of ranks that train apart, at the end of a step. A
-collective that is not the engine's, as of a user's hook, ends the run.
+Between two steps, until the next one has a batch, nothing can be returned to: hooks have been called, on some ranks. So
+the collectives of all ranks go through the store there, where what was written stays: either all ranks have the values
+of all, or none has, and those that are left repeat this one collective. A validation and a save are repeated from their
+beginning, on all of them or on none, by such a collective at their end; so is an exchange of ranks that train apart, at
+the end of a step. A collective that is not the engine's, as of a user's hook, ends the run.
 
 Ranks that train apart notice a loss at different steps. Each says at which one it is, before its next step, and goes on
 to the largest of these numbers, where all of this begins.
@@ -222,13 +222,22 @@ class RankLoss:
         self._loop = loop
         if self._is_cut and adapt(self._trainer.strategy).steps_apart:
             self._meet_at_a_step(loop)
-        self._enter("step")
+        self._enter("between")
+        while self._is_to_deal:  # again if another rank is lost meanwhile
+            StepStart(self._trainer, loop).divide(self._deal)
         self._start = StepStart(self._trainer, loop)
-        if self._is_to_deal:
-            self._start.divide(self._deal)
-            self._start = StepStart(self._trainer, loop)
         self._trainer._data_connector.data_position.data_sets.mark_step()
         self._versions = self._present_versions()
+
+    def begin_batch(self) -> bool:
+        """Called with each batch; returns whether it is to be trained on, and not to be fetched again.
+
+        The first batch of an epoch, or of its rest after a loss, has the order of the samples drawn.
+        """
+        if self._is_to_deal:  # another rank was lost meanwhile
+            return False
+        self._enter("step")
+        return True
 
     def deal_epoch(self) -> None:
         """Divides an epoch that has not begun, if ranks were lost since the last step; called before it begins."""
@@ -307,6 +316,7 @@ class RankLoss:
                     break
             self._take_over(loop, is_new_zero=trainer.is_global_zero and not was_zero)
             self._is_to_deal = True
+            self._enter("between")  # another loss is noticed by all who draw the order of the samples, or by none
             if goes_back and not is_made:
                 assert self._start is not None
                 self._start.return_to(self._deal)
@@ -323,7 +333,6 @@ class RankLoss:
                     event,
                     strategy.loss_in_words(decision["steps"]),
                 )
-            self._enter("between")  # so another loss in a hook is none of the hook's concern
             for owner in (*trainer.callbacks, trainer.lightning_module):
                 if (on_rank_loss := getattr(owner, "on_rank_loss", None)) is not None:
                     arguments = () if owner is trainer.lightning_module else (trainer, trainer.lightning_module)

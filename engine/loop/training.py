@@ -445,6 +445,8 @@ class _Epoch:
             batch = self._fetch()
         except StopIteration:
             return False
+        if loop.rank_loss is not None and not loop.rank_loss.begin_batch():
+            return True
         progress.is_last_batch = fetcher.done
         if self._reads_itself:
             # What the last step has read, as in Lightning: this one's batch is known after it.

@@ -8,10 +8,16 @@ import pytest
 from ..pairs import nightly
 from .without_restart import Plan, plan, storm
 
-POINTS = [("two at once", 0), ("recovery", 0), ("validation batch", 0)]
+POINTS = [("two at once", 0), ("recovery", 0), ("order", 0), ("validation batch", 0)]
 AT_NIGHT = [("random", 1), ("stepped", 1), ("epoch end", 1), ("validation end", 1), ("write", 1), ("renamed", 1)]
 APART = [("stepped", "local_sgd"), ("validation batch", "diloco")]
-APART_AT_NIGHT = [("random", "diloco"), ("backward", "local_sgd"), ("two at once", "diloco"), ("save", "local_sgd")]
+APART_AT_NIGHT = [
+    ("random", "diloco"),
+    ("backward", "local_sgd"),
+    ("two at once", "diloco"),
+    ("order", "local_sgd"),
+    ("save", "local_sgd"),
+]
 
 
 @pytest.mark.timeout(400)

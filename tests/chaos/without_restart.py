@@ -44,6 +44,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from polyphase.callbacks import Snapshot
 from polyphase.engine import Engine
 from polyphase.engine.checkpoint import get_random_state, set_random_state
+from polyphase.engine.distributed.object_group import ObjectGroup
 
 from ..engine.tiny import QUIET
 from .job import Traps
@@ -66,10 +67,12 @@ IN_STEP = ("random", "fetch", "forward", "backward", "reduced", "stepped", "batc
 IN_SAVE = ("save", "write", "rename", "renamed")
 AT_BORDER = ("epoch end", "epoch start")
 IN_VALIDATION = ("validation start", "validation batch", "validation end")
-POINTS = (*IN_STEP, "two at once", "recovery", *AT_BORDER, *IN_VALIDATION, *IN_SAVE)
+TOGETHER = ("two at once", "recovery", "order")
+POINTS = (*IN_STEP, *TOGETHER, *AT_BORDER, *IN_VALIDATION, *IN_SAVE)
 """``"reduced"``: between the last all-reduce and the optimizer; ``"stepped"``: when the optimizer has changed the
-weights; ``"recovery"``: a second rank while the others recover from the loss of a first one. The last three are traps
-in the files of a snapshot, see `job.POINTS`."""
+weights; ``"recovery"``: a second rank while the others recover from the loss of a first one; ``"order"``: a second rank
+when those that are left draw the order of the samples that they share. The last three are traps in the files of a
+snapshot, see `job.POINTS`."""
 
 
 @dataclass(frozen=True)
@@ -133,12 +136,12 @@ def plan(point: str, draw: random.Random, strategy: str = "ddp") -> Plan:
     places = [epoch * STEPS + draw.randrange(1, STEPS) for epoch in (first, 2)]
     if point in AT_BORDER or point in IN_VALIDATION:
         places = [first + (point == "epoch start"), 2 + (point == "epoch start")]  # not before the first step
-    sizes = [2, 1] if point in ("two at once", "recovery") else [1, 1]
+    sizes = [2, 1] if point in TOGETHER else [1, 1]
     sizes = sizes[: 2 if sum(sizes) < num_ranks else 1]
     kills = []
     for size, place in zip(sizes, places, strict=False):
         ranks, victims = tuple(victims[:size]), victims[size:]
-        one = "random" if point == "two at once" else point if size == 2 or point != "recovery" else "backward"
+        one = "random" if point == "two at once" else point if size == 2 or point not in TOGETHER else "backward"
         kills.append(Kill(one, ranks, place, draw.uniform(0.0, 0.1 if point == "recovery" else 0.02)))
     return Plan(num_ranks, tuple(kills), draw.choice([0, 0, 1]), draw.choice([2, BATCH]), strategy)
 
@@ -237,9 +240,21 @@ class Victims(Callback):
                 subprocess.Popen(["sh", "-c", words], start_new_session=True)
             if kill.point == "recovery" and self.own == kill.ranks[1]:
                 threading.Thread(target=self._follow, args=(trainer, kill.delay_s), daemon=True).start()
+            if kill.point == "order" and self.own == kill.ranks[1]:
+                self._wait_for_order(trainer, trainer.world_size)
             if kill.point in IN_SAVE[1:] and kill not in self.laid:
                 self.laid.append(kill)
                 (self.folder / f"trap-{kill.point}").touch()
+
+    def _wait_for_order(self, trainer: Any, num_ranks: int) -> None:
+        broadcast = ObjectGroup.broadcast_object
+
+        def kills_first(group: ObjectGroup, value: Any) -> Any:
+            if trainer.world_size < num_ranks:
+                _die(self.folder)
+            return broadcast(group, value)
+
+        ObjectGroup.broadcast_object = kills_first  # type: ignore[method-assign]
 
     def _follow(self, trainer: Any, delay_s: float) -> None:
         while trainer.heartbeat.phase != "regroup":
@@ -252,7 +267,7 @@ class Victims(Callback):
         if trainer.fit_loop._should_accumulate():
             return
         for kill in self.kills:
-            at = kill.point == "backward" or (kill.point == "recovery" and self.own == kill.ranks[0])
+            at = kill.point == "backward" or (kill.point in TOGETHER and self.own == kill.ranks[0])
             if at and self.own in kill.ranks and kill.step == trainer.global_step:
                 # The gradients of the last layer have been sent, those of the first one have not. A hook of a parameter
                 # would be called after the averages, and on one rank alone it would change them.
