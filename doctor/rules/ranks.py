@@ -165,8 +165,8 @@ def exposed_communication(figures: Figures, threshold: float) -> Finding | None:
         "tp": "fewer ranks along tp, and fsdp or ddp for the others",
         "cp": "fewer ranks along cp, and fsdp or ddp for the others",
         "pp": "more micro-batches: pp:microbatches=...",
-        "local_sgd": "a larger local_sgd:sync_every",
-        "diloco": "a larger diloco:sync_every",
+        "local_sgd": "local_sgd:overlap_steps=N, an exchange beside training; or a larger sync_every",
+        "diloco": "diloco:overlap_steps=N, an exchange beside training; or a larger sync_every",
         "ps": "compression, or a larger ps:staleness",
     }.get(info.strategy.partition(":")[0].partition("+")[0], "a larger batch")
     if info.strategy.startswith(("ddp", "zero1", "fsdp", "hsdp")):

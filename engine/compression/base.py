@@ -260,17 +260,34 @@ class CommHook(ABC):
         timeout: timedelta | None = None,
     ) -> None:
         """Registers the hook on `model` on any device; `timeout` is for the hook's collectives."""
+        self.finds_unused = model.find_unused_parameters
+        self.begin_beside(model.module, scaler, timeout)
+        model.register_comm_hook(state=None, hook=self._on_bucket)
+
+    def begin_beside(
+        self, module: nn.Module, scaler: torch.amp.GradScaler | None = None, timeout: timedelta | None = None
+    ) -> None:
+        """As `begin`, with collectives that run beside the computing; all ranks call it."""
         if self._background is None:
-            device = next(model.parameters()).device
+            device = next(module.parameters()).device
             self._background = _CommWorker(device)
             # The worker thread needs its own group: its collectives have no fixed order to those of other threads.
             wire = CountingGroup(dist.new_group(timeout=timeout) if device.type == "cpu" else None)
         else:
             assert self.wire is not None
             wire = self.wire
-        self.finds_unused = model.find_unused_parameters
-        self.begin(model.module, wire, scaler)
-        model.register_comm_hook(state=None, hook=self._on_bucket)
+        self.begin(module, wire, scaler)
+
+    def run_beside(self, buckets: list[Bucket]) -> Callable[[], list[Tensor]]:
+        """Begins to run buckets beside the computing, after `begin_beside`; the returned function waits for them."""
+        assert self._background is not None
+
+        def run() -> Any:
+            averages = [self.run(bucket) for bucket in buckets]
+            self.on_step_end()
+            return averages
+
+        return self._background.submit(run).wait  # type: ignore[return-value]
 
     def run(self, bucket: Bucket, ready: Any = None) -> Tensor:
         """Runs the three phases for `bucket`, and returns the averaged gradients."""

@@ -8,6 +8,12 @@ the gradient of a, and all x_i become a (local): with a learning rate of 1 and n
 the mean of the weights; 4. the mean of the floating-point buffers (BatchNorm's statistics): an all-reduce. Phases 2 and
 4 block. The H - 1 steps between send nothing, so on average a step sends 1/H of the bytes of a `ddp` step.
 
+With `fragments=P` (Streaming DiLoCo, Douillard et al. 2025, arXiv:2501.18512) each of P parts of the parameters has its
+exchange every H steps, H/P steps after that of the part before; phase 4 follows the last part. With
+`overlap_steps=T` phase 2 runs beside training, and phase 3 follows T steps later: x_i becomes the new anchor plus what
+rank i has moved in these T steps. Every move is so exchanged once, where that paper mixes the anchor with x_i. Phase 3
+then blocks only if phase 2 takes longer than T steps; until then the copy of x_i and the mean are kept.
+
 In a local step the loss is the mean over the rank's own samples. Clipping, loss scale and optimizer state are the
 rank's own, too. For the first `warmup` steps the ranks train as under `ddp`.
 
@@ -22,9 +28,11 @@ the ranks that are left, and an exchange takes as much memory as the weights onc
 """
 
 import dataclasses
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -64,6 +72,9 @@ class LocalSGD(DDP):
         common = ("find_unused_parameters", "bucket_cap_mb", "timeout_s")
         super().__init__(DDPOptions(**{name: getattr(options, name) for name in common}), launcher, comm_hook)
         self.local = options
+        if options.overlap_steps:
+            clause = f"exchanges weights beside training: overlap_steps={options.overlap_steps}"
+            self.capabilities = dataclasses.replace(self.capabilities, unsupported_rank_loss=clause)
         self._forget()
 
     def __repr__(self) -> str:
@@ -75,6 +86,7 @@ class LocalSGD(DDP):
         self._warmup: AllReduceHook | None = None
         self._means: CountingGroup | None = None
         self._anchor: _OuterOptimizer | None = None
+        self._under_way: deque[_Exchange] = deque()
         self._is_apart = False
         self._own: list[Tensor] | None = None  # the rank's own weights, while the module has the mean
         self._loaded: tuple[dict[str, Any], dict[str, Any]] = {}, {}
@@ -115,7 +127,10 @@ class LocalSGD(DDP):
         self._hook = self.comm_hook or AllReduceHook()
         self._hook.quantity = "change"
         # Weights have no loss scale.
-        self._hook.begin(self.model.module, self._hook.wire or CountingGroup())
+        if self.local.overlap_steps:
+            self._hook.begin_beside(self.model.module, timeout=self._timeout)
+        else:
+            self._hook.begin(self.model.module, self._hook.wire or CountingGroup())
         self._means = CountingGroup()
 
     # --- steps
@@ -143,7 +158,13 @@ class LocalSGD(DDP):
         self._change(self._buffers(), lambda flat: means.start_broadcast(flat, 0)())
         self.model = module  # without DistributedDataParallel, which would broadcast rank 0's buffers
         trained = dict(self._trained_parameters())
-        self._anchor = _OuterOptimizer(trained, self._hook, largest_mb=self.local.bucket_cap_mb, outer=self.local.outer)
+        self._anchor = _OuterOptimizer(
+            trained,
+            self._hook,
+            fragments=self.local.fragments,
+            largest_mb=self.local.bucket_cap_mb,
+            outer=self.local.outer,
+        )
         shared, own = self._loaded
         if "anchor" in shared:  # otherwise another strategy has saved it
             self._anchor.load_state_dict(shared)
@@ -154,6 +175,10 @@ class LocalSGD(DDP):
         if "weights" in own:
             copy(own["weights"], self._weights())
             self._is_apart = True
+        for saved in own.get("under_way", ()):
+            # With other parts than those of the saved run, what is under way is exchanged with the next change.
+            if (exchange := self._anchor.loaded(saved)) is not None:
+                self._under_way.append(exchange)
 
     def optimizer_step(
         self,
@@ -173,10 +198,14 @@ class LocalSGD(DDP):
     def _end_step(self, step: int) -> None:
         if self._anchor is not None:
             self._is_apart = True
-            if (step - self.local.warmup) % self.local.sync_every == 0:
-                self._exchange()
+            self._exchange(step)
         elif step == self.local.warmup:
             self._begin_local_phase()
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """Checks the reduction; while an exchange is under way, the comm hook is its thread's, and read at its end."""
+        if not self._under_way:
+            super().post_backward(closure_loss)
 
     def finish_micro_batch(self, step: Callable[[Callable[..., Any]], Tensor], synchronises: bool) -> None:
         """See `CommHookMixin`; does nothing while each rank trains alone."""
@@ -188,14 +217,41 @@ class LocalSGD(DDP):
         if self.averages_gradients:
             super().begin_again()
 
-    def _exchange(self) -> None:
-        assert self._anchor is not None
+    def _exchange(self, step: int) -> None:
+        """Ends the exchanges that are due after a step, and begins that of the part whose turn it is, if any."""
+        anchor, every = self._anchor, self.local.sync_every
+        assert anchor is not None
+        turns = [every * (part + 1) // anchor.num_fragments % every for part in range(anchor.num_fragments)]
+        turn = (step - self.local.warmup) % every
+        fragment = turns.index(turn) if turn in turns else None
+        # One of the same part is there only in a run that was resumed with other options.
+        while self._under_way and (self._under_way[0].due_step <= step or self._under_way[-1].fragment == fragment):
+            self._end_exchange()
+        if fragment is None:
+            return
         self._check_trained()
-        self._anchor.step(self._agreed(self._anchor.changes))
-        self._average(self._buffers())
-        self._is_apart = False
-        if self.comm_hook is not None:
+        if self.local.overlap_steps:
+            self._under_way.append(anchor.begun(fragment, step + self.local.overlap_steps))
+        else:
+            anchor.step(fragment, self._agreed(partial(anchor.means, fragment)))
+            assert self._hook is not None
+            self._hook.on_step_end()
+        if turn == 0:
+            self._average(self._buffers())
+        self._is_apart = self.local.overlap_steps > 0 or anchor.num_fragments > 1
+        if self.comm_hook is not None and not self.local.overlap_steps:
             self.comm_hook.raise_if_bad()
+
+    def _end_exchange(self) -> None:
+        """Takes the outer step with the means of the oldest exchange that is under way."""
+        assert self._anchor is not None
+        exchange = self._under_way.popleft()
+        means = exchange.means()
+        # All ranks have the same means, and so come here together.
+        if self.comm_hook is not None and not all(mean.isfinite().all() for mean in means):
+            self.comm_hook.finish()  # of later exchanges, too: the ranks gather who has sent it
+            self.comm_hook.raise_if_bad()
+        self._anchor.step(exchange.fragment, means, exchange.sent)
 
     def _check_trained(self) -> None:
         """Refuses parameters that became trainable after the anchor was created: they would differ between ranks."""
@@ -265,6 +321,8 @@ class LocalSGD(DDP):
     @contextmanager
     def consolidated_weights(self) -> Generator[None, None, None]:
         """See `DistributedStrategy`."""
+        for exchange in self._under_way if dist.is_initialized() else ():  # as in `_load_average`
+            exchange.means()  # the comm hook has state, too, which is saved within this context
         if self._own is not None:
             yield
             return
@@ -286,14 +344,17 @@ class LocalSGD(DDP):
 
     def on_train_end(self) -> None:
         """Gives all ranks the mean of their weights."""
+        while self._under_way:
+            self._end_exchange()
         super().on_train_end()
         self._load_average()
         self._own, self._is_apart = None, False
 
     @property
     def held_bytes(self) -> int:
-        """The bytes of the anchor and its momentum."""
-        return 0 if self._anchor is None else self._anchor.held_bytes
+        """The bytes of the anchor and its momentum, and of what is under way."""
+        of_anchor = 0 if self._anchor is None else self._anchor.held_bytes
+        return of_anchor + sum(2 * tensor.nbytes for exchange in self._under_way for tensor in exchange.sent)
 
     # --- a lost rank
 
@@ -307,9 +368,10 @@ class LocalSGD(DDP):
         if self._anchor is None:
             return ""
         exchange = num_steps - (num_steps - self.local.warmup) % self.local.sync_every
+        at = f"exchange after step {exchange}" if self._anchor.num_fragments == 1 else "last exchange of each fragment"
         return (
-            f" Lost with it are its optimizer's moments, and the changes of its weights since the exchange after step"
-            f" {exchange}, or since the one before if it was lost in that."
+            f" Lost with it are its optimizer's moments, and the changes of its weights since the {at}, or since the"
+            " one before if it was lost in that."
         )
 
     def end_step_of_others(self) -> None:
@@ -352,6 +414,8 @@ class LocalSGD(DDP):
             return {}
         states = [super(LocalSGD, self).optimizer_state(optimizer) for optimizer in self.optimizers]
         state: dict[str, Any] = {"optimizers": states, "precision": self.precision_plugin.state_dict()}
+        if self._under_way and dist.is_initialized():  # as in `_load_average`
+            state["under_way"] = [self._anchor.state_of(exchange) for exchange in self._under_way]
         return state if self._own is None else {**state, "weights": self._own}
 
     def load_state(self, shared: dict[str, Any], of_rank: dict[str, Any]) -> None:
@@ -363,24 +427,54 @@ class LocalSGD(DDP):
 # The anchor, and the outer step that updates it: the mathematics of `local_sgd.py`.
 
 
+class _Exchange(NamedTuple):
+    """An exchange that runs beside training."""
+
+    fragment: int
+    due_step: int
+    """The step after which its result is used."""
+    sent: list[Tensor]
+    """The rank's weights as it began, bucket by bucket."""
+    means: Callable[[], list[Tensor]]
+    """Waits for the means of the ranks' changes, bucket by bucket."""
+
+
 class _OuterOptimizer:
     """The anchor (the weights that all ranks had after the last exchange), and the outer SGD that updates it.
 
     Args:
         parameters: the trained parameters, by name.
         hook: comm hook that averages over the ranks; it has begun.
+        fragments: number of parts with an exchange of their own.
         largest_mb: size of a bucket, in MiB.
         outer: arguments of `torch.optim.SGD`.
     """
 
     def __init__(
-        self, parameters: Mapping[str, Tensor], hook: CommHook, *, largest_mb: float, outer: dict[str, Any]
+        self,
+        parameters: Mapping[str, Tensor],
+        hook: CommHook,
+        *,
+        fragments: int,
+        largest_mb: float,
+        outer: dict[str, Any],
     ) -> None:
         self._names: dict[Tensor, str] = {parameter: name for name, parameter in parameters.items()}
         self._hook = hook
-        self._buckets = list(in_buckets(parameters.values(), largest_mb))
+        self._buckets: list[list[Tensor]] = []
+        self._places: list[range] = []
+        """The indices of each fragment's buckets."""
+        for part in _parts(list(parameters.values()), fragments):
+            start = len(self._buckets)
+            self._buckets += in_buckets(part, largest_mb)
+            self._places.append(range(start, len(self._buckets)))
         self._flats = [flatten(bucket) for bucket in self._buckets]
         self._outer = SGD(self._flats, **outer)
+
+    @property
+    def num_fragments(self) -> int:
+        """The number of parts, at most that of parameters."""
+        return len(self._places)
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -393,41 +487,79 @@ class _OuterOptimizer:
         momenta = [value for state in self._outer.state.values() for value in state.values()]
         return sum(tensor.nbytes for tensor in (*self._flats, *momenta) if isinstance(tensor, Tensor))
 
-    def changes(self) -> Generator[Tensor, None, None]:
+    def means(self, fragment: int) -> Generator[Tensor, None, None]:
         """Phases 1 and 2, bucket by bucket: yields the means of the ranks' changes."""
-        for index, (parameters, anchor) in enumerate(zip(self._buckets, self._flats, strict=True)):
-            change = anchor - flatten(parameters)
-            members = tuple(ParamSlice(self._names[p], tuple(p.shape)) for p in parameters)
-            yield self._hook.run(Bucket(index, change, members))
+        for index in self._places[fragment]:
+            yield self._hook.run(self._change(index, flatten(self._buckets[index])))
 
-    def step(self, changes: Iterable[Tensor]) -> None:
-        """Phase 3, with what `changes` yields."""
-        for parameters, anchor, change in zip(self._buckets, self._flats, changes, strict=True):
+    def begun(self, fragment: int, due_step: int) -> _Exchange:
+        """Phase 1, and the beginning of phase 2."""
+        sent = [flatten(self._buckets[index]) for index in self._places[fragment]]
+        changes = [self._change(index, weights) for index, weights in zip(self._places[fragment], sent, strict=True)]
+        return _Exchange(fragment, due_step, sent, self._hook.run_beside(changes))
+
+    def _change(self, index: int, weights: Tensor) -> Bucket:
+        members = tuple(ParamSlice(self._names[p], tuple(p.shape)) for p in self._buckets[index])
+        return Bucket(index, self._flats[index] - weights, members)
+
+    def step(self, fragment: int, changes: Iterable[Tensor], sent: list[Tensor] | None = None) -> None:
+        """Phase 3, with what `means` yields, or the means of an exchange and the weights that it has `sent`."""
+        for place, (index, change) in enumerate(zip(self._places[fragment], changes, strict=True)):
+            parameters, anchor = self._buckets[index], self._flats[index]
+            moved = None if sent is None else flatten(parameters).sub_(sent[place])
             anchor.grad = change
             self._outer.step()
             anchor.grad = None
-            copy(unflatten(anchor, parameters), parameters)
-        self._hook.on_step_end()
+            copy(unflatten(anchor if moved is None else moved.add_(anchor), parameters), parameters)
+
+    def state_of(self, exchange: _Exchange) -> dict[str, Any]:
+        """The state of an exchange, by the names of parameters: views."""
+        places = self._places[exchange.fragment]
+        sent, means = (self._by_name(flats, places) for flats in (exchange.sent, exchange.means()))
+        return {"fragment": exchange.fragment, "due_step": exchange.due_step, "sent": sent, "means": means}
+
+    def loaded(self, state: dict[str, Any]) -> _Exchange | None:
+        """The exchange that a `state_of` is of; None if its parameters are no fragment any more."""
+        places = self._places[state["fragment"]] if state["fragment"] < self.num_fragments else range(0)
+        sent, means = ([torch.empty_like(self._flats[index]) for index in places] for _ in range(2))
+        for flats, saved in ((sent, state["sent"]), (means, state["means"])):
+            views = self._by_name(flats, places)
+            if views.keys() != saved.keys():
+                return None
+            for name, view in views.items():
+                view.copy_(saved[name])
+        return _Exchange(state["fragment"], state["due_step"], sent, lambda: means)
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """The anchor and the momentum of each parameter, by name: views."""
         momenta = [self._outer.state[flat].get("momentum_buffer") for flat in self._flats]
-        return {"anchor": self._by_name(self._flats), "momentum": self._by_name(momenta)}
+        every = range(len(self._flats))
+        return {"anchor": self._by_name(self._flats, every), "momentum": self._by_name(momenta, every)}
 
     def load_state_dict(self, state: dict[str, dict[str, Tensor]]) -> None:
         """Restores a `state_dict`, which may have had other buckets; values that it lacks are not changed."""
         momenta = [torch.zeros_like(flat) for flat in self._flats] if state["momentum"] else [None] * len(self._flats)
         for flats, saved in ((self._flats, state["anchor"]), (momenta, state["momentum"])):
-            for name, view in self._by_name(flats).items():
+            for name, view in self._by_name(flats, range(len(self._flats))).items():
                 view.copy_(saved.get(name, view))
         for flat, momentum in zip(self._flats, momenta, strict=True):
             if momentum is not None:
                 self._outer.state[flat]["momentum_buffer"] = momentum
 
-    def _by_name(self, flats: Iterable[Tensor | None]) -> dict[str, Tensor]:
+    def _by_name(self, flats: Iterable[Tensor | None], places: range) -> dict[str, Tensor]:
         return {
             self._names[p]: view
-            for flat, bucket in zip(flats, self._buckets, strict=True)
+            for flat, index in zip(flats, places, strict=True)
             if flat is not None
-            for p, view in zip(bucket, unflatten(flat, bucket), strict=True)
+            for p, view in zip(self._buckets[index], unflatten(flat, self._buckets[index]), strict=True)
         }
+
+
+def _parts(parameters: list[Tensor], num_parts: int) -> list[list[Tensor]]:
+    """Returns parameters in parts of about as many values, in their order, without empty parts."""
+    parts: list[list[Tensor]] = [[] for _ in range(num_parts)]
+    total, start = max(1, sum(p.numel() for p in parameters)), 0
+    for p in parameters:
+        parts[num_parts * (2 * start + p.numel()) // (2 * total + 1)].append(p)  # by its middle
+        start += p.numel()
+    return [part for part in parts if part] or [[]]

@@ -118,6 +118,10 @@ class LocalSGDOptions:
 
     sync_every: int = 16
     """H: optimizer steps from one exchange to the next."""
+    fragments: int = 1
+    """Parts of the parameters, each with an exchange of its own every H steps, at evenly spaced steps."""
+    overlap_steps: int = 0
+    """Steps that a rank takes while an exchange is under way, before it uses the result; 0: it waits."""
     warmup: int = 0
     """Optimizer steps at the start of training in which gradients are averaged, as under ddp."""
     find_unused_parameters: bool | None = None
@@ -129,6 +133,8 @@ class LocalSGDOptions:
 
     def __post_init__(self) -> None:
         check_count("sync_every", self.sync_every)
+        check_count("fragments", self.fragments, most=self.sync_every)
+        check_count("overlap_steps", self.overlap_steps, least=0, most=self.sync_every - 1)
         check_count("warmup", self.warmup, least=0)
         check_number("bucket_cap_mb", self.bucket_cap_mb, above=0)
         check_number("timeout_s", self.timeout_s, above=0)

@@ -39,6 +39,8 @@ SPARSE = "topk:0.1,chunk=64,bits=2,decay=0.9"
         ("diloco_fork:sync_every=2", {"compression": "topk:0.3"}),  # saved right after an exchange
         ("local_sgd_fork:sync_every=4", {"compression": SPARSE}),
         ("local_sgd_fork:sync_every=2,warmup=7", {}),  # saved in the warm-up
+        ("diloco_fork:sync_every=4,overlap_steps=3", {}),  # saved while an exchange is under way
+        ("local_sgd_fork:sync_every=4,fragments=2,overlap_steps=3", {"compression": SPARSE}),  # and while two are
         ("ddp_fork", {}),  # whose ranks have statistics of their own, too
     ],
 )
@@ -105,6 +107,19 @@ def test_other_layouts_go_on_from_the_mean(saved, strategy, devices, tmp_path):
             # One step of AdamW at 1e-3, which its momentum may make longer.
             assert 0 < (after["state_dict"][name] - weight).abs().max() < 5e-3
     assert all(weight.isfinite().all() for weight in module.state_dict().values())
+
+
+@pytest.mark.parametrize("more", ["", ",fragments=2", ",fragments=2,overlap_steps=1"])
+def test_what_is_under_way_is_not_lost_with_other_options(more, tmp_path):
+    """With an outer step that takes the mean, the mean of the ranks' weights goes on as that of ranks alone."""
+    flag = "local_sgd_fork:sync_every=4"
+    fit(build("mlp"), f"{flag},overlap_steps=3", 9, callbacks=[Saves(tmp_path / "six", 6)])
+    before = load_checkpoint(tmp_path / "six")
+    assert before["polyphase"]["ranks"][0]["strategy"]["under_way"][0]["due_step"] == 7
+    module = build("mlp")
+    fit(module, f"{flag}{more}", 7, ckpt_path=tmp_path / "six")
+    moved = max((module.state_dict()[name] - value).abs().max() for name, value in before["state_dict"].items())
+    assert 0 < moved < 5e-3  # a step of AdamW at 1e-3, which its momentum may make longer
 
 
 class Unsent(Callback):

@@ -104,6 +104,8 @@ def by_hand(
     clip: float | None = None,
     send: Send = lambda rank, change: change,
     dtype: torch.dtype = torch.float32,
+    parts: tuple[range, ...] = (range(6),),
+    overlap: int = 0,
 ) -> dict[str, Tensor]:
     """The mean of the weights of two ranks, each of which is a plain loop over its own samples."""
     ranks = [build("mlp").to(dtype) for _ in range(2)]
@@ -111,6 +113,15 @@ def by_hand(
     weights = [list(module.parameters()) for module in ranks]
     anchor = [p.detach().clone() for p in weights[0]]
     batches = iter(loader("mlp", accumulate))
+    outers, under_way = [copy.deepcopy(outer) for _ in parts], []
+
+    def end_exchange(number: int, begun: list[list[Tensor]], mean: list[Tensor]) -> None:
+        of_part = [anchor[index] for index in parts[number]]
+        outers[number](of_part, mean)
+        for own, before in zip(weights, begun, strict=True):
+            for a, index, x in zip(of_part, parts[number], before, strict=True):
+                own[index].copy_(a + (own[index] - x))
+
     for step in range(1, num_steps + 1):
         window = [[images.to(dtype), classes] for images, classes in (next(batches) for _ in range(accumulate))]
         for rank, module in enumerate(ranks):
@@ -129,12 +140,14 @@ def by_hand(
         with torch.no_grad():
             if step == warmup:
                 anchor = [p.clone() for p in weights[0]]
-            if step > warmup and (step - warmup) % every == 0:
-                changes = [[a - x for a, x in zip(anchor, own, strict=True)] for own in weights]
-                outer(anchor, mean_of([send(rank, change) for rank, change in enumerate(changes)]))
-                for own in weights:
-                    for a, x in zip(anchor, own, strict=True):
-                        x.copy_(a)
+            for number, part in enumerate(parts):
+                if step > warmup and (step - warmup - every * (number + 1) // len(parts)) % every == 0:
+                    begun = [[own[index].clone() for index in part] for own in weights]
+                    changes = [[anchor[i] - x for i, x in zip(part, own, strict=True)] for own in begun]
+                    mean = mean_of([send(rank + 2 * number, change) for rank, change in enumerate(changes)])
+                    under_way.append((step + overlap, number, begun, mean))
+            while under_way and (under_way[0][0] == step or step == num_steps):
+                end_exchange(*under_way.pop(0)[1:])
     return dict(zip(ranks[0].state_dict(), mean_of([[p.detach() for p in own] for own in weights]), strict=True))
 
 
@@ -156,6 +169,14 @@ def fit(module: LightningModule, strategy: str, num_steps: int = 8, accumulate: 
         ("diloco_fork:sync_every=2", Nesterov, {}),
         ("diloco_fork:sync_every=2,warmup=1,nesterov=false,bucket_cap_mb=0.001", Momentum, {"warmup": 1, "clip": 0.05}),
         ("diloco_fork:sync_every=3,outer_lr=1,outer_momentum=0,nesterov=false", Mean, {}),
+        ("local_sgd_fork:sync_every=3,fragments=2", Mean, {"parts": (range(1), range(1, 6))}),
+        ("local_sgd_fork:sync_every=3,overlap_steps=2", Mean, {"overlap": 2}),
+        ("diloco_fork:sync_every=4,warmup=1,overlap_steps=3", Nesterov, {"overlap": 3, "warmup": 1, "clip": 0.05}),
+        (
+            "diloco_fork:sync_every=3,fragments=3,overlap_steps=2,bucket_cap_mb=0.001",  # two are under way at a time
+            Nesterov,
+            {"parts": (range(1), range(1, 2), range(2, 6)), "overlap": 2, "accumulate": 2},
+        ),
     ],
 )
 def test_each_rank_is_a_plain_loop_between_exchanges_by_hand(flag, outer, arguments):
@@ -179,6 +200,10 @@ def test_each_rank_is_a_plain_loop_between_exchanges_by_hand(flag, outer, argume
             Largest(0.1, 700, 0.5), {"accumulate": 2, "clip": 0.05, "warmup": 2},
         ),
         ("diloco_fork:sync_every=2", "topk:0.2,chunk=100,bits=2", Nesterov, Largest(0.2, 100, 1), {}),
+        (
+            "local_sgd_fork:sync_every=2,fragments=2,overlap_steps=1", "topk:0.125,chunk=512,bits=2,decay=0.95", Mean,
+            Largest(0.125, 512, 0.95), {"parts": (range(1), range(1, 6)), "overlap": 1},
+        ),
     ],
 )  # fmt: skip
 def test_what_is_sent_of_a_change_by_hand(flag, compression, outer, send, arguments):
@@ -441,11 +466,12 @@ class Spoils(MLP):
                 self.net[2].bias[0] = torch.inf
 
 
-def test_a_weight_that_is_not_finite_is_named_before_it_is_remembered():
+@pytest.mark.parametrize("more", ["", ",fragments=3,overlap_steps=2"])
+def test_a_weight_that_is_not_finite_is_named_before_it_is_remembered(more):
     with pytest.raises(
         ProcessRaisedException, match=r"the change of 'net\.\d\.(weight|bias)' on rank 1 was infinite or NaN"
     ):
-        fit(Spoils(), "diloco_fork:sync_every=3", compression="topk:0.5", nonfinite="ignore")
+        fit(Spoils(), f"diloco_fork:sync_every=3{more}", compression="topk:0.5", nonfinite="ignore")
 
 
 def test_a_rank_that_fails_ends_the_run():
@@ -468,6 +494,12 @@ def test_a_rank_that_fails_ends_the_run():
         ({"strategy": "local_sgd:outer_lr=1"}, "unknown option of strategy 'local_sgd' 'outer_lr'"),
         ({"strategy": "local_sgd:16"}, "write local_sgd:key=value"),
         ({"strategy": "local_sgd:warmup=-1"}, "warmup must be a whole number of at least 0, but got -1"),
+        ({"strategy": "local_sgd:fragments=17"}, "fragments must be a whole number of at least 1 and at most 16"),
+        ({"strategy": "diloco:overlap_steps=16"}, "overlap_steps must be a whole number of at least 0 and at most 15"),
+        (
+            {"strategy": "diloco_fork:overlap_steps=2", "on_rank_loss": "continue", "global_batch_size": 4},
+            "'diloco_fork' exchanges weights beside training: overlap_steps=2",
+        ),
         ({"strategy": "diloco:outer_lr=0"}, "outer_lr must be greater than 0, but got 0"),
         ({"strategy": "diloco:outer_momentum=1.5"}, "outer_momentum must be at least 0 and at most 1, but got 1.5"),
         ({"strategy": "diloco:outer_momentum=0"}, "nesterov=true needs an outer_momentum greater than 0"),
