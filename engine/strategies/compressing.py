@@ -14,8 +14,13 @@ from ..contract import EngineStrategy, adapt
 
 __all__ = ["CommHookMixin", "prepare_to_repeat"]
 
-_PASSING_ON = (__name__, "lightning.pytorch.strategies.ddp", "lightning.pytorch.strategies.strategy")
-"""The modules whose `optimizer_step` only calls the inherited one if there is no comm hook."""
+_PASSING_ON = (
+    __name__,
+    f"{__package__}.ddp",
+    "lightning.pytorch.strategies.ddp",
+    "lightning.pytorch.strategies.strategy",
+)
+"""The modules whose `optimizer_step` only calls the inherited one if there is no comm hook, and no Muon."""
 
 
 def prepare_to_repeat(strategy: Strategy, *, sync_batchnorm: bool) -> None:

@@ -1,7 +1,8 @@
 """`ddp`: a full copy of the module in each process, gradients averaged while backward runs.
 
 Follows https://docs.pytorch.org/docs/stable/notes/ddp.html. Per optimizer step: one all-reduce per bucket, 4 bytes a
-parameter in fp32; none on the inner micro-batches of an accumulation window. Differs from Lightning's strategy: comm
+parameter in fp32; none on the inner micro-batches of an accumulation window. Muon's matrices are dealt to the ranks,
+see `whole_steps.py`. Differs from Lightning's strategy: comm
 hooks run on every device (Lightning ignores them outside CUDA), gradients live in the buckets, and an unused parameter
 is named at the first step.
 """
@@ -30,6 +31,7 @@ from ..launch.process_launchers import end_group_at_exit
 from .compressing import CommHookMixin
 from .layout import DistributedStrategy, check_dense_gradients
 from .options import DDPOptions
+from .whole_steps import dealing_matrices
 
 __all__ = ["DDP"]
 
@@ -244,6 +246,23 @@ class DDP(DistributedStrategy, CommHookMixin, DDPStrategy):
             if unused:
                 raise RuntimeError(self._unused_message(unused))
             self._backward_is_checked = True
+
+    def _deals_matrices(self, optimizer: Any) -> bool:
+        # A rank that is lost between the exchanges of a step would leave others with a part of it.
+        is_alike = not (self.capabilities.optimizer_state_partitioned or self.survives_losses)
+        return is_alike and self.world_size > 1 and type(optimizer) is torch.optim.Muon
+
+    @property
+    def passes_step_on(self) -> bool:
+        """See `EngineStrategy`."""
+        return super().passes_step_on and not any(map(self._deals_matrices, self.optimizers))
+
+    def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Steps; of Muon, each rank computes some of the matrices for all."""
+        if not self._deals_matrices(optimizer):
+            return super().optimizer_step(optimizer, *args, **kwargs)
+        with dealing_matrices(dist.group.WORLD):
+            return super().optimizer_step(optimizer, *args, **kwargs)
 
     def on_train_end(self) -> None:
         """Checks the last backward of a run: no later forward would report parameters without a gradient."""

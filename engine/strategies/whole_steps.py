@@ -16,7 +16,7 @@ all-reduce of 48 bytes.
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -29,8 +29,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from .._compat.torch import TorchDispatchMode, _muon, tree_leaves, tree_map_only
+from ..distributed.buckets import local_part
 
-__all__ = ["GATHERED", "as_whole", "check_assignment", "plain_as_replicas", "whole_in_hooks", "whole_results"]
+__all__ = [
+    "GATHERED",
+    "as_whole",
+    "check_assignment",
+    "dealing_matrices",
+    "plain_as_replicas",
+    "whole_in_hooks",
+    "whole_results",
+]
 
 _ELEMENTWISE = frozenset(
     (
@@ -56,7 +65,7 @@ def as_whole(
         return contextlib.nullcontext(), closure
     mode = _AsWhole(f"the step of {type(optimizer).__name__}")
     if type(optimizer) is optim.Muon:
-        return _both(_dealing_matrices(), mode), mode.pausing(closure)
+        return _both(dealing_matrices(), mode), mode.pausing(closure)
     return mode, mode.pausing(closure)
 
 
@@ -329,21 +338,27 @@ def _sum_over_ranks(tensor: DTensor) -> None:
         tensor._local_tensor, tensor._spec = whole.to_local(), whole._spec
 
 
-# Muon's Newton-Schulz iteration on split matrices: each is computed once in a group, by one rank, not by all of them.
+# Muon's Newton-Schulz iteration: each matrix is computed once in a group, by one rank, not by all of them.
 #
 # As Dion's and torchtitan's Muon do. `torch.optim.Muon` keeps its groups, state and hooks; only its function of the
-# lists of parameters and gradients is replaced while a step runs. Momentum is updated on the shards. Phases of a step,
-# for each group of parameters: 1. matrices are dealt to the ranks, the most work first (local); 2. each rank sends its
-# shards, rounded to 16 bits as Newton-Schulz rounds them, to the owners: one all-to-all, 2 n (W-1)/W bytes a rank for
-# n values over W ranks; 3. Newton-Schulz of the rank's own matrices (local); 4. the owners send each rank its shards
-# of the results: the same again. Blocks in 2 and 4. Results are those of whole matrices, bit for bit.
+# lists of parameters and gradients is replaced while a step runs. Momentum is updated on what a rank holds. Phases of a
+# step, for each group of parameters: 1. matrices are dealt to the ranks, the most work first (local); 2. each rank
+# sends its parts, rounded to 16 bits as Newton-Schulz rounds them, to the owners: one all-to-all, 2 n (W-1)/W bytes a
+# rank for n values over W ranks; no phase where each rank has whole matrices; 3. Newton-Schulz of the rank's own
+# matrices (local); 4. the owners send each rank its parts of the results: the same again. Blocks in 2 and 4. Results
+# are those of whole matrices, bit for bit.
 
 
 @contextlib.contextmanager
-def _dealing_matrices() -> Iterator[None]:
-    """Context of a step of `torch.optim.Muon`."""
+def dealing_matrices(replicas: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """Context of a step of `torch.optim.Muon`.
+
+    Args:
+        replicas: the ranks that have the same plain tensors, and all take this step; None: plain tensors are the
+            rank's own.
+    """
     whole = _muon._single_tensor_muon  # torch: what Muon's step calls for each group
-    _muon._single_tensor_muon = partial(_step, whole)
+    _muon._single_tensor_muon = partial(_step, whole, replicas)
     try:
         yield
     finally:
@@ -351,35 +366,86 @@ def _dealing_matrices() -> Iterator[None]:
 
 
 def _step(
-    whole: Callable[..., None], params: list[Tensor], grads: list[Tensor], momenta: list[Tensor], **settings: Any
+    whole: Callable[..., None],
+    replicas: dist.ProcessGroup | None,
+    params: list[Tensor],
+    grads: list[Tensor],
+    momenta: list[Tensor],
+    **settings: Any,
 ) -> None:
-    """Steps the matrices that are split over one group; `whole`, torch's own, steps all others."""
-    by_cut: dict[Any, list[int]] = {}
-    for index, (param, grad) in enumerate(zip(params, grads, strict=True)):
-        by_cut.setdefault(_axis(param, grad, momenta[index]), []).append(index)
-    for cut, indices in by_cut.items():
-        part = [[tensors[index] for index in indices] for tensors in (params, grads, momenta)]
-        if cut is None:
-            whole(*part, **settings)
+    """Steps the matrices that the ranks of a group share; `whole`, torch's own, steps all others."""
+    shared = [_shared(replicas, *tensors) for tensors in zip(params, grads, momenta, strict=True)]
+    by_group: dict[Any, list[int]] = {}
+    for index, of_matrix in enumerate(shared):
+        by_group.setdefault(of_matrix and (of_matrix.group, bool(of_matrix.cuts)), []).append(index)
+    for group, indices in by_group.items():
+        part: list[Any] = [[tensors[index] for index in indices] for tensors in (params, grads, momenta, shared)]
+        if group is None:
+            whole(*part[:3], **settings)
         else:
-            _step_dealt(cut[0].get_group(cut[1]), *part, **settings)
+            _step_dealt(*group, *part, **settings)
 
 
-def _axis(*tensors: Any) -> tuple[Any, int] | None:
-    """The mesh, and its only axis over which a parameter, its gradient and its momentum are split; None otherwise."""
+class _Shared(NamedTuple):
+    """Which parts of a matrix the ranks of a group have."""
+
+    group: Any
+    cuts: tuple[tuple[int, int], ...]
+    """The dim and the number of parts of each cut, in their order: each cuts the parts of those before."""
+    holders: tuple[int, ...]
+    """The rank that has each part."""
+
+    def parts(self, whole: Tensor) -> list[Tensor]:
+        """The part of each rank: torch's chunks, of which the last ones may be shorter, or empty."""
+        if not self.cuts:
+            return [whole] * self.group.size()
+        parts = [whole]
+        for dim, number in self.cuts:
+            parts = [piece for part in parts for piece in part.split(_lengths(part.shape[dim], number), dim)]
+        return [part for _, part in sorted(zip(self.holders, parts, strict=True), key=lambda pair: pair[0])]
+
+    def joined(self, parts: Sequence[Tensor]) -> Tensor:
+        """The inverse of `parts`."""
+        in_order = [parts[holder] for holder in self.holders]
+        for dim, number in reversed(self.cuts):
+            in_order = [torch.cat(in_order[i : i + number], dim) for i in range(0, len(in_order), number)]
+        return in_order[0]
+
+
+def _shared(replicas: dist.ProcessGroup | None, *tensors: Any) -> _Shared | None:
+    """Which parts of a parameter, its gradient and its momentum alike a group has; None if a rank steps it alone."""
     param = tensors[0]
+    if not isinstance(param, DTensor):
+        return None if replicas is None else _Shared(replicas, (), ())
     if not all(isinstance(t, DTensor) and t.placements == param.placements for t in tensors):
         return None
-    axes = [axis for axis, placement in enumerate(param.placements) if not placement.is_replicate()]
-    is_plain = len(axes) == 1 and type(param.placements[axes[0]]) is Shard
-    return (param.device_mesh, axes[0]) if is_plain and param.device_mesh.size(axes[0]) > 1 else None
+    mesh = param.device_mesh
+    placements: Any = param.placements
+    axes = [axis for axis, placement in enumerate(placements) if not placement.is_replicate()]
+    if len(axes) == 1 and type(placements[axes[0]]) is Shard:
+        size = mesh.size(axes[0])
+        of_axis = _Shared(mesh.get_group(axes[0]), ((placements[axes[0]].dim, size),), tuple(range(size)))
+        return of_axis if size > 1 else None
+    is_world = mesh.mesh.flatten().tolist() == list(range(dist.get_world_size()))
+    if not is_world or mesh.size() == 1 or len(axes) not in (0, mesh.ndim):
+        return None
+    if not axes:
+        return _Shared(dist.group.WORLD, (), ())
+    outer, inner = placements[0], placements[-1]
+    # FSDP2 has cut what a rank of tp has: along the same dim, torch says so by a placement of its own.
+    if len(axes) > 2 or type(inner) is not Shard or (type(outer) is Shard) is (outer.dim == inner.dim):
+        return None
+    cuts = ((inner.dim, mesh.size(1)), (outer.dim, mesh.size(0)))
+    return _Shared(dist.group.WORLD, cuts, tuple(mesh.mesh.T.flatten().tolist()))
 
 
 def _step_dealt(
     group: Any,
+    is_cut: bool,
     params: list[Any],
     grads: list[Any],
     momenta: list[Any],
+    shared: list[_Shared],
     *,
     lr: Any,
     weight_decay: float,
@@ -393,48 +459,43 @@ def _step_dealt(
 ) -> None:
     # torch: _single_tensor_muon, in which all but Newton-Schulz is element by element.
     lr = float(lr)
-    num_ranks, rank, device = group.size(), group.rank(), grads[0].to_local().device
+    num_ranks, rank, device = group.size(), group.rank(), local_part(grads[0]).device
     by_owner: list[list[_Matrix]] = [[] for _ in range(num_ranks)]
     owners = _owners([param.shape for param in params], num_ranks)  # phase 1
-    for param, grad, buffer, owner in zip(params, grads, momenta, owners, strict=True):
-        own_grad, own_buffer = grad.to_local(), buffer.to_local()
+    for param, grad, buffer, of_matrix, owner in zip(params, grads, momenta, shared, owners, strict=True):
+        own_grad, own_buffer = local_part(grad), local_part(buffer)
         own_buffer.lerp_(own_grad, 1 - momentum)
         update = own_grad.lerp(own_buffer, momentum) if nesterov else own_buffer
-        dim = next(p.dim for p in param.placements if not p.is_replicate())
-        rows, columns = _lengths(param.shape[dim], num_ranks), param.shape[1 - dim]
-        by_owner[owner].append(_Matrix(param, dim, update.bfloat16().transpose(0, dim), rows, columns))
+        shapes = [part.shape for part in of_matrix.parts(torch.empty(param.shape, device="meta"))]
+        by_owner[owner].append(_Matrix(param, of_matrix, update.bfloat16(), shapes))
     own = by_owner[rank]
-    sent = [[matrix.update for matrix in of_owner] for of_owner in by_owner]
-    shards = _exchange(sent, [[m.shape_on(other) for m in own] for other in range(num_ranks)], device, group)  # phase 2
+    wholes = [matrix.update for matrix in own]
+    if is_cut:
+        sent = [[matrix.update for matrix in of_owner] for of_owner in by_owner]
+        of_ranks = [[matrix.shapes[other] for matrix in own] for other in range(num_ranks)]
+        received = _exchange(sent, of_ranks, device, group)  # phase 2
+        wholes = [matrix.shared.joined(parts) for matrix, *parts in zip(own, *received, strict=True)]
     results: list[list[Tensor]] = [[] for _ in range(num_ranks)]
-    for matrix, *parts in zip(own, *shards, strict=True):  # phase 3
-        whole = torch.cat(parts).transpose(0, matrix.dim)
-        whole = _muon._zeropower_via_newtonschulz(whole, ns_coefficients, ns_steps, eps).transpose(0, matrix.dim)
-        for of_rank, piece in zip(results, whole.split(matrix.rows), strict=True):
+    for matrix, whole in zip(own, wholes, strict=True):  # phase 3
+        result = _muon._zeropower_via_newtonschulz(whole, ns_coefficients, ns_steps, eps)
+        for of_rank, piece in zip(results, matrix.shared.parts(result), strict=True):
             of_rank.append(piece)
-    shapes = [[matrix.shape_on(rank) for matrix in of_owner] for of_owner in by_owner]
-    for of_owner, changes in zip(by_owner, _exchange(results, shapes, device, group), strict=True):  # phase 4
+    of_owners = [[matrix.shapes[rank] for matrix in of_owner] for of_owner in by_owner]
+    for of_owner, changes in zip(by_owner, _exchange(results, of_owners, device, group), strict=True):  # phase 4
         for matrix, change in zip(of_owner, changes, strict=True):
-            local = matrix.param.to_local()
+            local = local_part(matrix.param)
             local.mul_(1 - lr * weight_decay)
-            alpha = -_muon._adjust_lr(lr, adjust_lr_fn, matrix.param.shape)
-            local.add_(change.transpose(0, matrix.dim), alpha=alpha)
+            local.add_(change, alpha=-_muon._adjust_lr(lr, adjust_lr_fn, matrix.param.shape))
 
 
 class _Matrix(NamedTuple):
-    """A parameter that is split over one group, and this rank's shard of its update."""
+    """A parameter that the ranks of a group share, and this rank's part of its update."""
 
     param: Any
-    dim: int
-    """The dim that is split; it comes first in `update`, and in all that is sent."""
+    shared: _Shared
     update: Tensor
-    rows: list[int]
-    """The length of each rank's shard."""
-    columns: int
-
-    def shape_on(self, rank: int) -> tuple[int, int]:
-        """The shape of a rank's shard as it is sent."""
-        return self.rows[rank], self.columns
+    shapes: list[torch.Size]
+    """The shape of each rank's part."""
 
 
 def _owners(shapes: list[torch.Size], num_ranks: int) -> list[int]:
@@ -448,27 +509,26 @@ def _owners(shapes: list[torch.Size], num_ranks: int) -> list[int]:
     return owners
 
 
-def _lengths(length: int, num_ranks: int) -> list[int]:
-    """The rows of each rank's shard: torch's chunks, of which the last ones may be shorter, or empty."""
-    chunk = -(-length // num_ranks)
-    return [max(0, min(chunk, length - rank * chunk)) for rank in range(num_ranks)]
+def _lengths(length: int, num_parts: int) -> list[int]:
+    chunk = -(-length // num_parts)
+    return [max(0, min(chunk, length - part * chunk)) for part in range(num_parts)]
 
 
 def _exchange(
-    sent: list[list[Tensor]], shapes: list[list[tuple[int, int]]], device: torch.device, group: Any
+    sent: list[list[Tensor]], shapes: list[list[torch.Size]], device: torch.device, group: Any
 ) -> list[list[Tensor]]:
     """Sends each rank its list of matrices; returns those that each rank has sent, which have the given shapes."""
     # As bytes: gloo does not know bfloat16.
     empty = torch.empty(0, dtype=torch.bfloat16, device=device)
     flats = [torch.cat([empty, *(m.reshape(-1) for m in matrices)]) for matrices in sent]
     flat = torch.cat(flats)
-    counts = [sum(rows * columns for rows, columns in of_rank) for of_rank in shapes]
+    counts = [sum(shape.numel() for shape in of_rank) for of_rank in shapes]
     room = flat.new_empty(sum(counts))
     in_bytes = [part.nbytes for part in flats]
     dist.all_to_all_single(
         room.view(torch.uint8), flat.view(torch.uint8), [2 * count for count in counts], in_bytes, group
     )
     return [
-        [piece.view(shape) for piece, shape in zip(part.split([a * b for a, b in of_rank]), of_rank, strict=True)]
+        [piece.view(shape) for piece, shape in zip(part.split([s.numel() for s in of_rank]), of_rank, strict=True)]
         for part, of_rank in zip(room.split(counts), shapes, strict=True)
     ]

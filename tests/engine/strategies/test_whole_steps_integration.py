@@ -1,5 +1,6 @@
-"""Muon under strategies that split parameters: its products of 16 bits must not depend on where they are split."""
+"""Muon on several ranks: its products of 16 bits must not depend on where they are split, or which rank makes them."""
 
+import math
 from types import MethodType
 
 import pytest
@@ -14,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from polyphase.engine import Engine
 from polyphase.engine.distributed.object_group import WORLD
+from polyphase.engine.strategies.whole_steps import _Shared
 from tests.engine.parity import largest_difference
 from tests.engine.tiny import QUIET
 from tests.pairs import nightly
@@ -68,13 +70,18 @@ def test_stages_in_shards_are_as_whole_ones():
     assert largest_difference(found, Net().state_dict()) > 1e-2
 
 
-def test_tp_is_as_a_plain_loop():
+@pytest.mark.parametrize(
+    ("strategy", "devices"), [("ddp_fork", 2), ("tp_fork", 2), ("cp_fork", 2), ("fsdp+tp_fork:tp=2", 4)]
+)
+def test_a_step_is_as_in_a_plain_loop(strategy, devices):
     expected = Net()
     optimizer = expected.configure_optimizers()
     expected.training_step([ROWS[:16]], 0).backward()
     optimizer.step()
     # 1e-8 of a gradient, by which sums in another order differ, can be a bit of 16-bit numbers: 2**-8 of what moves.
-    assert largest_difference(fit("tp_fork", samples=16, steps=1), expected.state_dict()) < 2**-8 * 0.02
+    samples = 16 // {"d": 2, "f": 2}.get(strategy[0], 1)
+    found = fit(strategy, samples=samples, steps=1, devices=devices)
+    assert largest_difference(found, expected.state_dict()) < 2**-8 * 0.02
 
 
 class Counted(Net):
@@ -94,24 +101,49 @@ class Counted(Net):
             return
         with CommDebugMode() as sent, FlopCounterMode(display=False) as work:
             optimizer.step(closure=optimizer_closure)
-        self.own = [sent.get_total_counts(), work.get_total_flops()]
+        of_objects = sent.get_comm_counts().get(
+            torch.ops.c10d.allgather_, 0
+        )  # the engine's, at the end of the last step
+        self.own = [sent.get_total_counts() - of_objects, work.get_total_flops()]
 
     def on_train_end(self):
         of_ranks = WORLD.all_gather_object(self.own) if dist.is_initialized() else [self.own]
         self.counts += torch.tensor(of_ranks).sum(0)
 
 
-@pytest.mark.parametrize(("strategy", "devices"), [("fsdp_fork", 2), ("tp_fork", 2), *nightly(("fsdp_fork", 3))])
-def test_each_matrix_is_computed_once(strategy, devices):
+@pytest.mark.parametrize(
+    ("strategy", "devices", "num_sent"),
+    [
+        ("ddp_fork", 2, 1),  # all have the whole gradients: the results alone are sent
+        ("cp_fork", 2, 1),
+        ("fsdp_fork", 2, 2),
+        ("tp_fork", 2, 2),
+        ("fsdp+tp_fork:tp=2", 4, 2),
+        *nightly(("fsdp_fork", 3, 2)),
+    ],
+)
+def test_each_matrix_is_computed_once(strategy, devices, num_sent):
     def counts(strategy, devices):
-        loader = DataLoader(TensorDataset(ROWS[:12]), batch_size=12 // (1 if strategy == "tp_fork" else devices))
+        num_parts = {"c": 1, "t": 1}.get(strategy[0], devices) // (2 if "+tp" in strategy else 1)
+        loader = DataLoader(TensorDataset(ROWS[:12]), batch_size=12 // num_parts)
         module = Counted()
         flags = {"strategy": strategy, "devices": devices, "check_first_steps": False}
         Engine(**QUIET, **flags, max_steps=1).fit(module, loader)
         return module.counts.tolist()
 
     assert counts("single", 1)[1] > 0
-    assert counts(strategy, devices) == [2 * devices, counts("single", 1)[1]]  # a gather and a scatter of each rank
+    assert counts(strategy, devices) == [num_sent * devices, counts("single", 1)[1]]
+
+
+@pytest.mark.parametrize("shape", [(8, 6), (7, 5), (1, 9), (3, 2)])
+@pytest.mark.parametrize("cuts", [((0, 4),), ((1, 2), (0, 2)), ((0, 2), (0, 2)), ((0, 3), (1, 2))])
+def test_parts_of_any_lengths_join_to_the_whole(shape, cuts):
+    whole = torch.arange(math.prod(shape)).view(shape)
+    numbers = [number for _, number in cuts]
+    holders = torch.arange(math.prod(numbers)).view(numbers[-1], -1).T.flatten().tolist()
+    shared = _Shared(None, cuts, tuple(holders))
+    parts = shared.parts(whole)
+    assert torch.equal(shared.joined(parts), whole)
 
 
 def test_matrices_that_ranks_have_unequal_parts_of():
