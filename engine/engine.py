@@ -6,6 +6,7 @@ import inspect
 import os
 import tempfile
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -340,7 +341,7 @@ class Engine(TrainerBase):
             engine.fit(copy.deepcopy(model), train_dataloaders, datamodule=datamodule)
             certificate: Any = None  # stays None on the other ranks, which wait for it below
             if engine.is_global_zero:
-                states = torch.load(recorder.path, weights_only=True)
+                states, num_optimizers = torch.load(recorder.path, weights_only=True)
                 if order is not None:
                     generator.set_state(order)  # the engine's run has drawn from the user's generator
                 set_random_state(numbers)
@@ -355,9 +356,11 @@ class Engine(TrainerBase):
                     loader = data_of_reference.train_dataloader()
                 batch_size = self.config.global_batch_size or (loader.batch_size or 0) * engine.data_size
                 with quiet(is_trial=True):
-                    reference = verification.reference_steps(whole, loader, batch_size, {**shared, **a_few})
+                    make = partial(type(self), check_first_steps=False) if num_optimizers > 1 else None
+                    of_trainer = {**shared, **a_few}
+                    reference, rounding = verification.reference_steps(whole, loader, batch_size, of_trainer, make)
                 flag = None if engine.engine_strategy.expects_parity else str(self.config.strategy)
-                certificate = verification.certify(states, reference, tolerance, differs_by=flag)
+                certificate = verification.certify(states, reference, tolerance, rounding, flag)
         self.certificate: verification.Certificate = engine.strategy.broadcast(certificate)
         rank_zero_info(str(self.certificate))
         return self.certificate

@@ -237,3 +237,43 @@ def test_only_the_verdict_is_printed(strategy, capfd, monkeypatch):
     )
     out, err = capfd.readouterr()
     assert (out + err).splitlines() == str(certificate).splitlines()
+
+
+class ByMuon(Regression):
+    """Muon for the matrices, AdamW for the rest; stock Lightning can't step both on one loss."""
+
+    def __init__(self, wrong: float = 0.0) -> None:
+        super().__init__()
+        self.wrong = wrong
+        """By how much a weight is moved in each step of several ranks."""
+
+    def configure_optimizers(self):
+        matrices = [p for p in self.parameters() if p.dim() == 2]
+        others = [p for p in self.parameters() if p.dim() != 2]
+        return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=1e-3, eps=1e-4)]
+
+    def on_train_batch_end(self, *_):
+        if self.trainer.world_size > 1:
+            with torch.no_grad():
+                self.net[0].bias.add_(self.wrong)
+
+
+LONGEST = 0.02 * 2**0.5
+"""Muon's step of a matrix of 8 rows and 4 columns."""
+
+
+@pytest.mark.parametrize("strategy", ["ddp_fork", "fsdp_fork"])
+def test_what_muon_rounds_is_added_to_the_tolerance_and_said(strategy):
+    run = Engine(strategy=strategy, devices=2, **QUIET, gradient_clip_val=0.5, accumulate_grad_batches=2)
+    certificate = run.verify(ByMuon(), rows(34), steps=4)
+    assert certificate.equal, certificate
+    assert certificate.rounding == pytest.approx([2**-8 * LONGEST * step for step in range(1, 5)])
+    said = f"equal to one process within 1e-05 and {4 * 2**-8 * LONGEST:.1e}, by which Muon rounds in 4 steps"
+    assert str(certificate).startswith(said)
+
+
+def test_what_is_more_than_muon_rounds_is_a_difference():
+    run = Engine(strategy="ddp_fork", devices=2, check_first_steps=False, **QUIET)
+    certificate = run.verify(ByMuon(wrong=1e-3), rows(18))
+    assert (certificate.step, certificate.tensor) == (1, "net.0.bias")
+    assert re.search(r"by 1\.\d+e-03, more than 1e-05 and 1\.1e-04, by which Muon rounds in 1 steps", str(certificate))
