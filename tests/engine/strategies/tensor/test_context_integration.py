@@ -16,12 +16,14 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanSquaredError
 
 from polyphase.engine import Engine
+from polyphase.engine.data.packing import PackSequences
 from polyphase.engine.strategies.tensor.context import SequenceFunctions
 from polyphase.engine.strategies.tensor.operator_rules import install_operator_rules, restore_operator_rules
 from polyphase.engine.strategies.whole_steps import plain_as_replicas
 from polyphase.models import ByteGPT
 from tests.distributed import run_ranks
 from tests.engine.strategies.test_ddp_integration import QUIET
+from tests.pairs import nightly
 
 BATCH, CLASSES = 3, 5
 
@@ -277,6 +279,39 @@ def test_a_module_without_blocks_is_refused_before_any_process_starts():
 def test_a_compiled_module_is_refused_before_any_process_starts():
     with pytest.raises(ValueError, match="can't be compiled: the functions of a split sequence"):
         fit(Reader(), 8, compile=True)
+
+
+class Packed(ByteGPT):
+    """Trains on packed sequences, by the mean over the tokens that are predicted."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(context_length=32, dim=32, num_heads=4, num_layers=2)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "devices", "num_ranks"), [("cp_fork", 2, 1), *nightly(("ddp+cp_fork:cp=2", 4, 2))]
+)
+def test_packed_sequences_count_by_their_tokens(strategy, devices, num_ranks):
+    generator = torch.Generator().manual_seed(2)
+    in_step = 2 * 6 * num_ranks
+    lengths = torch.randint(2, 17, (3 * in_step,), generator=generator).tolist()
+    samples = [{"input_ids": torch.randint(256, (length,), generator=generator)} for length in lengths]
+    module, reference = Packed(), Packed()
+    loader = DataLoader(samples, batch_size=6, shuffle=False, collate_fn=PackSequences(32))  # type: ignore[arg-type]
+    flags = {"accumulate_grad_batches": 2, "max_epochs": 1, **QUIET}
+    Engine(strategy=strategy, devices=devices, accelerator="cpu", **flags).fit(module, loader)
+    reference.log = lambda *args, **kwargs: None
+    optimizer = reference.configure_optimizers()
+    for first in range(0, len(samples), in_step):
+        optimizer.zero_grad()
+        reference.training_step(PackSequences(32)(samples[first : first + in_step]), 0)["loss"].backward()
+        optimizer.step()
+    expected = dict(reference.named_parameters())
+    assert max((p - expected[name]).abs().max().item() for name, p in module.named_parameters()) <= 1e-6
 
 
 class Kept(Callback):
