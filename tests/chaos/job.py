@@ -1,8 +1,8 @@
 """The job that is killed: trains a small module under torchrun, and writes down every sample it trains on.
 
 Usage: job.py FOLDER STRATEGY SAMPLES EPOCHS [PAUSE_S [DROPOUT [FLAGS]]]. Run again, it goes on. It leaves
-``weights.pt`` behind when it is done. FLAGS is JSON: of the engine's, and ``num_workers`` and ``shuffle`` of the
-loader's.
+``weights.pt`` behind when it is done. FLAGS is JSON: of the engine's, ``num_workers`` and ``shuffle`` of the
+loader's, ``uses_muon`` and ``has_sequences`` of the module's.
 
 A file ``trap-POINT`` in the folder has the first rank that gets to that point of a start, a save or a load kill itself:
 see `POINTS`.
@@ -120,13 +120,19 @@ class Recorder(LightningModule):
     samples, the first one writes.
     """
 
-    def __init__(self, folder: Path, pause_s: float, dropout: float) -> None:
+    def __init__(
+        self, folder: Path, pause_s: float, dropout: float, uses_muon: bool = False, has_sequences: bool = False
+    ) -> None:
         super().__init__()
         self.folder, self.pause_s = folder, pause_s
+        self.uses_muon, self.has_sequences = uses_muon, has_sequences
         self.blocks = nn.Sequential(*(Block(dropout) for _ in range(2)))
         self.head = nn.Linear(16, 1)
 
     def forward(self, rows: Tensor) -> Tensor:
+        if self.has_sequences:
+            rows = torch.stack([rows * step for step in range(1, 5)], 1)
+            return self.head(self.blocks(rows)).mean(1).squeeze(1)
         return self.head(self.blocks(rows)).squeeze(1)
 
     def on_train_start(self) -> None:
@@ -149,8 +155,12 @@ class Recorder(LightningModule):
         _, rows = batch
         return (self(rows) - rows.sum(1)).square().mean()
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+    def configure_optimizers(self) -> Any:
+        if not self.uses_muon:
+            return torch.optim.AdamW(self.parameters(), lr=1e-3)
+        matrices = [p for p in self.blocks.parameters() if p.dim() == 2]
+        others = [p for p in self.parameters() if all(p is not matrix for matrix in matrices)]
+        return [torch.optim.Muon(matrices, lr=1e-3), torch.optim.AdamW(others, lr=1e-3)]
 
 
 def main(
@@ -165,6 +175,7 @@ def main(
     flags = dict(flags or {})
     flags.pop("num_ranks", None)  # the launcher's
     loading = {name: flags.pop(name, default) for name, default in (("num_workers", 0), ("shuffle", True))}
+    of_module = {name: flags.pop(name, False) for name in ("uses_muon", "has_sequences")}
     seed_everything(5)
     snapshot = Snapshot(folder / "snapshots", every_n_steps=3, every_minutes=None)
     engine = Engine(
@@ -180,7 +191,7 @@ def main(
         callbacks=[snapshot],
         **flags,
     )
-    module = Recorder(folder, pause_s, dropout)
+    module = Recorder(folder, pause_s, dropout, **of_module)
     loader = DataLoader(Numbered(num_samples), batch_size=BATCH, **loading)
     engine.fit(module, loader)
     state = engine.strategy.lightning_module_state_dict()
