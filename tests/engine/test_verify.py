@@ -252,7 +252,7 @@ class ByMuon(Regression):
         others = [p for p in self.parameters() if p.dim() != 2]
         return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=1e-3, eps=1e-4)]
 
-    def on_train_batch_end(self, *_):
+    def on_after_backward(self):
         if self.trainer.world_size > 1:
             with torch.no_grad():
                 self.net[0].bias.add_(self.wrong)
