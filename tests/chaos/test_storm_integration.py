@@ -17,9 +17,6 @@ SIZES = (60, 2)
         ("fsdp", 3, ["write", "prune"]),
         ("fsdp", 5, ["start", "meet"]),
         ("zero1", 7, ["register", "connect"]),
-        ("diloco, beside training", 2, ["renamed", "load"]),
-        ("fsdp, Muon and AdamW", 4, ["write", "meet"]),
-        ("cp", 6, ["rename", "start"]),
     ],
 )
 def test_no_sample_is_lost_or_repeated_and_the_weights_are_those_of_a_calm_run(name, seed, points, tmp_path):
