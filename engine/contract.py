@@ -151,6 +151,10 @@ class EngineStrategy:
     averages_gradients = True
     """Whether the gradients of the current step are averaged over all ranks; if not, each rank uses its own."""
 
+    def frozen_since_forward(self) -> list[Tensor]:
+        """Parameters that a hook has frozen since forward, and that have to be without a gradient after backward."""
+        return []
+
     @property
     def expects_parity(self) -> bool:
         """Whether the run should have computed the result of one process; asked when it is over."""

@@ -1,4 +1,4 @@
-"""Names the callbacks that write into weights or gradients, in the first steps of a run.
+"""Names the callbacks that write into weights or gradients, or freeze weights, in the first steps of a run.
 
 Steps that are repeated with a copy of the module call the module's hooks. Callbacks are not called again: they may
 write files, or count. So where one has written, the repeated steps are others.
@@ -40,7 +40,7 @@ class CallbackWrites:
     def __init__(self, module: LightningModule, callbacks: list[Any]) -> None:
         self._module = module
         self.names: list[str] = []
-        """The classes of the callbacks that have written."""
+        """The classes of the callbacks that have written, frozen or unfrozen."""
         self._replaced: list[tuple[Any, str, Any, Any]] = []
         for callback in filter(may_change_training, callbacks):
             for name in _hooks():
@@ -50,12 +50,19 @@ class CallbackWrites:
                     setattr(callback, name, watched)
 
     def _call(self, callback: Any, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        before = self._figures()
+        trained, before = self._trained(), self._figures()
         result = hook(*args, **kwargs)
         after = self._figures()
-        if before.keys() != after.keys() or any(not torch.equal(before[name], after[name]) for name in before):
+        if (
+            trained != self._trained()
+            or before.keys() != after.keys()
+            or any(not torch.equal(before[name], after[name]) for name in before)
+        ):
             self.names.append(type(callback).__name__)
         return result
+
+    def _trained(self) -> list[bool]:
+        return [parameter.requires_grad for parameter in self._module.parameters()]
 
     def _figures(self) -> dict[str, torch.Tensor]:
         """Returns sum and norm of each weight and gradient of this rank."""

@@ -79,6 +79,12 @@ def split_as_module(trainer: Any) -> None:
                     kept[key] = None if tensor is None else copies[tensor]  # type: ignore[assignment]
         if isinstance(callback, WeightAveraging):
             whole: Any = callback._average_model
+            if not _is_torchs(whole.multi_avg_fn) and any(tensor.is_meta for tensor in average.parameters()):
+                raise ValueError(
+                    f"the multi_avg_fn of {type(callback).__name__} gets all parameters at once, and may compute one"
+                    " number from them, but a pipeline stage has its own only: give the callback an avg_fn, which gets"
+                    " one after the other, or choose another strategy, such as 'fsdp'."
+                )
             whole.update_parameters = partial(_update_held, whole)
 
 
@@ -92,15 +98,18 @@ def _copy(tensor: Tensor, device: Any) -> Tensor:
 
 def _update_held(average: AveragedModel, model: nn.Module) -> None:
     """Does what `AveragedModel.update_parameters` does, with the tensors that this rank holds."""
-    functions = [function for function in (average.avg_fn, average.multi_avg_fn) if function is not None]
     # torch's own functions compute element by element, so shards can do for the whole; the user's may need a norm.
-    as_shards = all(function.__module__ == AveragedModel.__module__ for function in functions)
+    as_shards = _is_torchs(average.avg_fn) and _is_torchs(average.multi_avg_fn)
     module, average.module = average.module, _Held(average.module, as_shards=as_shards)
     try:
         with plain_as_replicas():
             AveragedModel.update_parameters(average, _Held(model, as_shards=as_shards))
     finally:
         average.module = module
+
+
+def _is_torchs(function: Any) -> bool:
+    return function is None or function.__module__ == AveragedModel.__module__
 
 
 class _Held(nn.Module):

@@ -18,6 +18,7 @@ __all__ = [
     "is_of_dtensor",
     "is_of_fsdp",
     "is_of_program",
+    "is_outside",
     "is_users",
     "users_line",
 ]
@@ -47,6 +48,11 @@ def is_users(frame: types.FrameType) -> bool:
 def is_of_program(frame: types.FrameType) -> bool:
     """As `is_users`, without Python's own library, such as `contextlib` between two functions of the engine."""
     return is_users(frame) and package_of(frame.f_code.co_filename) != "python"
+
+
+def is_outside(frame: types.FrameType) -> bool:
+    """As `is_users`, without the callbacks and the doctor of this package."""
+    return is_users(frame) and package_of(frame.f_code.co_filename) != "polyphase"
 
 
 def is_between(frame: types.FrameType) -> bool:

@@ -178,6 +178,14 @@ class DDP(DistributedStrategy, CommHookMixin, DDPStrategy):
                     self._set_trained(trained)
         super().pre_backward(closure_loss)
 
+    def frozen_since_forward(self) -> list[Tensor]:
+        """See `EngineStrategy`: `DistributedDataParallel` gives them gradients of zeros, and torch gives none."""
+        is_trained = list(map(_REQUIRES_GRAD, self._parameters))
+        if is_trained == self._requires_grad:
+            return []
+        changed = zip(self._parameters, is_trained, self._requires_grad, strict=True)
+        return [p for p, is_trained, was_trained in changed if was_trained and not is_trained and p.grad is None]
+
     def _set_trained(self, flags: list[bool]) -> None:
         for parameter, is_trained in zip(self._parameters, flags, strict=True):
             parameter.requires_grad_(is_trained)

@@ -76,7 +76,7 @@ class ParameterHooks:
         self._num_ranks = len(of_ranks)
         self._agreed = {name for names in of_ranks for name in names}
         """The parameters that had a hook on some rank when training began."""
-        if self._agreed:
+        if self._agreed or strategy.capabilities.averages_whole_gradients:
             self._wrap_backward()
         _watch(self)
 
@@ -113,8 +113,10 @@ class ParameterHooks:
 
     @contextmanager
     def _deferring(self) -> Iterator[None]:
+        frozen = self._strategy.frozen_since_forward()
         if not (self._agreed or self._late) or not self._strategy.averages_gradients:
             yield
+            _drop_gradients(frozen)
             return
         # The memory of a gradient may be that of a bucket, which the next backward fills.
         earlier = [(p, p.grad.clone()) for p in self._parameters.values() if p.grad is not None]
@@ -125,6 +127,7 @@ class ParameterHooks:
             yield
         finally:
             self.defers = False
+        _drop_gradients(frozen)
         self._check_known_to_all()
         with torch.no_grad():
             self._call_hooks({id(p): gradient for p, gradient in earlier})
@@ -277,6 +280,11 @@ class ParameterHooks:
             " know of it, since they gather or average this gradient for it: register it earlier, in the module's"
             " constructor, configure_model, setup or on_fit_start."
         )
+
+
+def _drop_gradients(parameters: list[Tensor]) -> None:
+    for parameter in parameters:
+        parameter.grad = None
 
 
 class _Deferred:

@@ -3,9 +3,10 @@
 Uses torch's `checkpoint` without re-entrant autograd (https://docs.pytorch.org/docs/stable/checkpoint.html) around the
 forward of each repeated block (`units.py`), inside of the hooks that gather its parameters. torch makes the second
 forward draw the same random numbers under the same autocast. In addition, the second forward starts with the buffers,
-attributes, contents of the arguments, globals and random states of Python and NumPy that the first one started with,
-and leaves them unchanged. So a BatchNorm counts each batch once, a list of auxiliary losses gets each loss once, and
-the cache of a decoder has each key once.
+attributes, contents of the arguments and random states of Python and NumPy that the first one started with, and with
+what its code names: globals, attributes of classes and functions, variables of closures and contexts. It leaves them
+unchanged. So a BatchNorm counts each batch once, a list of auxiliary losses gets each loss once, and the cache of a
+decoder has each key once. An iterator can't be put back: a block that advances one is refused.
 
 ``"selective"`` keeps the outputs of matrix products, convolutions and attention as well (`_KEPT`), or of the operators
 that the module's own method `kept_operators()` returns, and computes the rest again, which costs little. Random
@@ -35,17 +36,17 @@ from torch.utils.checkpoint import (
 
 from .contents import (
     Contents,
+    attributes_of,
     begin_count,
-    containers_of_classes,
     end_count,
     in_tuples,
     is_counted,
-    places_in,
+    put_attributes,
     put_values,
-    referenced,
 )
 from .dp import DP
 from .layout import DistributedStrategy
+from .pipeline.reachable_state import Code, code_of, hooks_of
 from .units import named_blocks
 
 __all__ = ["RecomputeBlocks", "Recomputed", "blocks_to_recompute", "check_recompute", "kept_operators"]
@@ -169,8 +170,10 @@ class Recomputed:
 
     is_on = True
     was_called = False
-    _places: list[Any] | None = None
-    _of_classes: Sequence[Any] = ()
+    _code: Code | None = None
+    """The code of the block; None: it has not run yet."""
+    _hooks: Sequence[Any] = ()
+    """The hooks of sub-modules whose code this includes."""
     _written: frozenset[str] | None = None
     """The names of parameters that a forward has written, and `_OBJECTS`; None: it has not run yet."""
     block_name: str
@@ -179,8 +182,8 @@ class Recomputed:
     def __init__(self, block: nn.Module, kind: str, kept: frozenset[Any] = _KEPT) -> None:
         self.block_name = type(block).__name__
         self._block, self._own, self._kind = block, block.__dict__.get("forward"), kind
-        self._forward: Callable[..., Any] = block.forward
-        functools.update_wrapper(self, self._forward, updated=())
+        self.original: Callable[..., Any] = block.forward
+        functools.update_wrapper(self, self.original, updated=())
         selective = functools.partial(create_selective_checkpoint_contexts, functools.partial(_policy, kept))
         self._options: dict[str, Any] = _SEEN_BY_HOOKS if kind == "selective" else {}
         self._contexts = selective if kind == "selective" else noop_context_fn
@@ -193,21 +196,32 @@ class Recomputed:
         """Runs the block's own forward, under `checkpoint` if a backward follows."""
         is_wanted = self.is_on and torch.is_grad_enabled()
         if is_wanted and torch.compiler.is_compiling():  # the trial run, which reads everything that the block writes
-            return checkpoint(self._forward, *args, use_reentrant=False, **self._options_in_graph, **kwargs)
+            return checkpoint(self.original, *args, use_reentrant=False, **self._options_in_graph, **kwargs)
         self.was_called = True
         if not is_wanted:
-            return self._forward(*args, **kwargs)
-        if self._places is None:
-            self._places, self._of_classes = list(places_in(self._block)), containers_of_classes(self._block)
+            return self.original(*args, **kwargs)
         values = (*args, *kwargs.values())
+        inner = (part for part in self._block.modules() if part is not self._block)
+        hooks = [hook for part in inner for table in hooks_of(part) for hook in table.values()]
+        is_new = self._code is None or hooks != self._hooks
+        if is_new:
+            self._code, self._hooks = code_of(self._block), hooks
+        own: Any = self._code
+        functions, code = _functions(values), Code()
+        for function in functions:
+            code.follow_hook(function, self.block_name)
         contents = Contents(
-            self._block.modules(), (values, *self._of_classes, *_of_functions(self._block, values)), self._places
+            dict.fromkeys(
+                part for module in (self._block, *values) if isinstance(module, nn.Module) for part in module.modules()
+            ),
+            (values, *functions, *hooks, *own.modules, *code.modules),
+            [(table, place.name) for place, table in (*own.tables.items(), *code.tables.items())],
         )
         state = _State(self._block, contents, self._written)
         num_args, names = len(args), list(kwargs)
 
         def run(*values: Any) -> Any:
-            return self._forward(*values[:num_args], **dict(zip(names, values[num_args:], strict=True)))
+            return self.original(*values[:num_args], **dict(zip(names, values[num_args:], strict=True)))
 
         def contexts() -> tuple[Any, Any]:
             first, again = self._contexts()
@@ -218,6 +232,17 @@ class Recomputed:
             output = checkpoint(run, *values, use_reentrant=False, context_fn=contexts, **self._options)
         finally:
             problem = state.end()
+        if contents.advanced:
+            raise RuntimeError(
+                f"activation_checkpointing={self._kind!r} is refused: the forward of {self.block_name} takes the next"
+                f" value of an iterator ({contents.advanced}), and the repeated forward in backward would take the one"
+                " after it. Count with a number (`self.calls += 1`), or leave activation_checkpointing out. This step"
+                " has changed no weights."
+            )
+        if is_new:  # what the first forward has created, such as an attribute of its class
+            self._code = code_of(self._block)
+            tables = self._code.tables.items()
+            contents.add_missing((table, place.name) for place, table in tables if place not in own.tables)
         if problem:
             raise RuntimeError(
                 f"activation_checkpointing={self._kind!r} is refused: the forward of {self.block_name} writes in place"
@@ -240,7 +265,7 @@ class Recomputed:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copied or pickled module gets its own forward back.
-        return types.MethodType, (getattr(self._forward, "__func__", self._forward), self._block)
+        return types.MethodType, (getattr(self.original, "__func__", self.original), self._block)
 
 
 def _policy(kept: frozenset[Any], context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -255,16 +280,11 @@ def _argument(operator: Any, name: str, args: Any, kwargs: Any) -> Any:
     return args[names.index(name)] if name in names[: len(args)] else None
 
 
-def _of_functions(block: nn.Module, arguments: tuple[Any, ...]) -> list[Any]:
-    """Returns what functions among the arguments of a block, and forward hooks inside of it, refer to."""
+def _functions(arguments: tuple[Any, ...]) -> list[Any]:
+    """Returns the functions and other callable objects among the arguments of a block, but for modules."""
     functions: list[Any] = []
     in_tuples(functions.append, arguments)
-    functions = [value for value in functions if callable(value) and not isinstance(value, (nn.Module, type))]
-    for part in block.modules():
-        if part is not block and (part._forward_hooks or part._forward_pre_hooks):
-            functions += [*part._forward_hooks.values(), *part._forward_pre_hooks.values()]
-    users = (function for function in functions if not str(getattr(function, "__module__", "")).startswith("torch."))
-    return [value for function in users for value in referenced(function)]
+    return [f for f in functions if callable(f) and not isinstance(f, (nn.Module, type, Tensor))]
 
 
 _OBJECTS = "a tensor in a list, dict or object"
@@ -293,6 +313,7 @@ class _State:
             for tensor, where in tensors
             if where == "module" or (where == "object" and (written is None or _OBJECTS in written))
         }
+        self._attributes = [(p, attributes_of(p)) for p in block.parameters()]
         self._counts = [(name, p, begin_count(p)) for name, p in block.named_parameters()]
         self._weights: list[tuple[nn.Parameter, Tensor]] = []
         self._copies = {
@@ -333,20 +354,25 @@ class _State:
     def __enter__(self) -> None:
         """Restores the state that was recorded."""
         weights = [(parameter, parameter.detach().clone()) for parameter, _ in self._weights]
-        self._present = _random_state(), self._contents.present(), weights
+        attributes = [(p, attributes_of(p)) for p, _ in self._attributes]
+        self._present = _random_state(), self._contents.present(), weights, attributes
         _set_random_state(self._random)
         self._contents.put({key: _fresh(*value) for key, value in self._values.items()})
         for parameter, value in self._weights:
             put_values(parameter, value)
+        for parameter, own in self._attributes:
+            put_attributes(parameter, own)
 
     def __exit__(self, *unused: object) -> None:
         """Restores the state before `__enter__`."""
-        numbers, present, weights = self._present
+        numbers, present, weights, attributes = self._present
         self._present = None
         present.put()
         _set_random_state(numbers)
         for parameter, value in weights:
             put_values(parameter, value)
+        for parameter, own in attributes:
+            put_attributes(parameter, own)
 
 
 def _kind(holder: Any) -> str:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from polyphase.engine import Engine
+from polyphase.engine.strategies.pipeline.plan import RemoteTensor
 from tests.distributed import free_port, run_ranks
 from tests.engine.parity import QUIET, KnowsItsDevice, loader
 from tests.engine.tiny import as_rank
@@ -52,7 +53,9 @@ def _trained(flag: str, num_ranks: int, *before: str) -> dict[str, Tensor]:
     engine.fit(module, batches, batches)
     assert engine.global_step == 4
     return {
-        name: getattr(p, "full_tensor", lambda p=p: p)().cpu() for name, p in module.named_parameters() if not p.is_meta
+        name: getattr(p, "full_tensor", lambda p=p: p)().cpu()
+        for name, p in module.named_parameters()
+        if not isinstance(p, RemoteTensor)
     }
 
 

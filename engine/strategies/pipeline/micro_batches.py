@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -255,9 +255,9 @@ def _loss_and_weight(output: Any) -> tuple[float, float]:
 # In one process it advances once a batch. Examples are a number of calls, an average of activations, a memory of
 # earlier inputs, whether it is kept on a block, in an object, by a class or as a global. What a micro-batch leaves
 # behind and none reads (an auxiliary loss), or what is the same for all (a table of positions), is no such state. A
-# stage runs micro-batches 0 and 1 in both orders, each time from the state at the beginning. For random values in
-# place of what it would receive, it compares the state and the outputs of a micro-batch that came first with those of
-# the same micro-batch that came second.
+# stage runs micro-batches 0 and 1 in both orders, each time from the state at the beginning, forward and backward. For
+# random values in place of what it would receive, it compares the state and the outputs of a micro-batch that came
+# first with those of the same micro-batch that came second.
 #
 # **What a block writes where other stages do not see it**: into a list of its file, an attribute of a class, a variable
 # of a function. `AttributeGuard` knows attributes of modules only.
@@ -324,7 +324,9 @@ def _problem(
 
     def run(index: int) -> _Run:
         stage.micro_batch = index
-        output = stage(*(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in received[index]))
+        inputs = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in received[index]]
+        output = stage(*inputs)
+        _run_backward(output, [*inputs, *stage.partitioned.own_parameters.get(stage.stage, ())])
         stage.partitioned.filled.clear()
         return [_coarse(tensor) for tensor in tensors_in(output)], state.marks()
 
@@ -360,6 +362,15 @@ def _problem(
         names = [place.text(module) for place in sorted(changed)[:3]] or ["something that it keeps where none looks"]
         return advances_text(" or ".join(names), number)
     return None
+
+
+def _run_backward(output: Any, leaves: list[Tensor]) -> None:
+    """Runs backward for what its code leaves behind: hooks of modules, and `torch.autograd.Function` of the user's."""
+    leaves = [leaf for leaf in leaves if leaf.requires_grad]
+    outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad and not tensor.is_meta]
+    if leaves and outputs:
+        with suppress(Exception):  # with the batch's own values it may go well
+            torch.autograd.grad(outputs, leaves, [torch.ones_like(tensor) for tensor in outputs], allow_unused=True)
 
 
 def _different(a: dict[Place, Any], b: dict[Place, Any]) -> set[Place]:

@@ -60,18 +60,19 @@ def new_parameter_text(line: str, name: str) -> str:
 
 
 def between_passes_text(name: str) -> str:
-    """Returns the message for a hook that writes into the parameter `name`, which the step uses."""
+    """Returns the message for a hook that changes the parameter `name`, which the step uses."""
     return (
-        f"a hook writes into the parameter {name!r} when gradients are zeroed, or before backward (on_before_zero_grad,"
-        " optimizer_zero_grad, on_before_backward): in one process that is after the forward of the batch and before"
-        " its backward, but a pipeline runs the two in turns, for each micro-batch. Such a hook is refused: write in"
-        " another one, such as on_train_batch_start or on_train_batch_end, or choose another strategy, such as 'fsdp'."
+        f"a hook writes into the parameter {name!r}, or freezes or unfreezes it, when gradients are zeroed or before"
+        " backward (on_before_zero_grad, optimizer_zero_grad, on_before_backward): in one process that is after the"
+        " forward of the batch and before its backward, but a pipeline runs the two in turns, for each micro-batch."
+        " Such a hook is refused: do this in another one, such as on_train_batch_start or on_train_batch_end, or choose"
+        " another strategy, such as 'fsdp'."
     )
 
 
 @contextmanager
 def note_writes(module: nn.Module, written: list[str]) -> Iterator[None]:
-    """Context of hooks; adds the names of the parameters that they have written, which all ranks see."""
+    """Context of hooks; adds the names of the parameters that they have written or (un)frozen, as all ranks see."""
     named = dict(module.named_parameters())
     for parameter in named.values():
         begin_count(parameter)
@@ -86,7 +87,8 @@ def note_writes(module: nn.Module, written: list[str]) -> Iterator[None]:
 
 def _mark(parameter: Any) -> Any:
     """Returns what differs after a write; writes through `data` of split parameters are seen by values alone."""
-    return sums(local_part(parameter)) if isinstance(parameter, DTensor) else _count(parameter)
+    writes = sums(local_part(parameter)) if isinstance(parameter, DTensor) else _count(parameter)
+    return writes, parameter.requires_grad
 
 
 class ParameterWrites:

@@ -26,9 +26,21 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from ...attachments import carry_over
-from ..callers import NOT_THE_USERS, CutError, is_users, users_line
+from ..callers import NOT_THE_USERS, CutError, is_outside, is_users, users_line
 from ..units import block_lists, check_inside
-from .remote_values import CONTENT, FORM, MOVES, READS, Draws, mark_origin, moved, origin_of, tensors_in, to_meta
+from .remote_values import (
+    CONTENT,
+    FORM,
+    MOVES,
+    PLACES,
+    READS,
+    Draws,
+    mark_origin,
+    moved,
+    origin_of,
+    tensors_in,
+    to_meta,
+)
 
 __all__ = ["RemoteTensor", "StagePlan", "plan_stages", "replace_absent"]
 
@@ -88,6 +100,7 @@ def replace_absent(
     plan: StagePlan,
     absent: Collection[nn.Parameter],
     note: Callable[[nn.Parameter, nn.Parameter], None] = lambda parameter, shape: None,
+    device: torch.device | None = None,
 ) -> None:
     """Replaces parameters that only other stages hold by shapes on the meta device, under the same names.
 
@@ -96,7 +109,9 @@ def replace_absent(
         plan: changed in place: the shapes replace the parameters there, too.
         absent: the parameters.
         note: called with each of them and its shape.
+        device: the device of this stage, on which user code is told that they are; None: the CPU.
     """
+    RemoteTensor.told_device = device or torch.device("cpu")
     names = {parameter: name for name, parameter in module.named_parameters()}
     shapes = {parameter: RemoteTensor.parameter(parameter, names[parameter]) for parameter in absent}
     for submodule in module.modules():
@@ -280,8 +295,17 @@ _MAKES = os.path.join(_TORCH, "nn", "parameter.py")
 _PASSES_ON = os.path.join(_TORCH, "nn", "modules", "module.py")
 
 
+_PASS_OVER = "read only those that `trainer.strategy.keeps_state_of(p)` says this stage has, if that is enough"
+
+
 class RemoteTensor(Tensor):
-    """A tensor on the meta device; results of operations on it are of this class, too."""
+    """A tensor on the meta device; results of operations on it are of this class, too.
+
+    User code is told that it is on the device of the stage: where it would pass over what is "meta", it would do less
+    than in one process, without a word.
+    """
+
+    told_device = torch.device("cpu")
 
     @classmethod
     def parameter(cls, like: nn.Parameter, name: str) -> nn.Parameter:
@@ -307,6 +331,12 @@ class RemoteTensor(Tensor):
                 raise CutError(_why(name, args, kwargs))
             if name in ("__get__", "__set__"):
                 name, is_read = func.__self__.__name__, name == "__get__"
+                if (
+                    name in PLACES
+                    and is_read
+                    and is_outside(next(frame for frame in _frames() if not _dispatches(frame)))
+                ):
+                    return getattr(torch.empty(0, device=cls.told_device), name)
                 if name == "grad" and is_read:
                     return _gradient(*args)
                 if name == "is_meta" and sys._getframe(1).f_code.co_filename == _INIT:  # it would draw no numbers
@@ -403,8 +433,7 @@ def _gradient(tensor: Tensor) -> Tensor | None:
             f"{users_line()} reads the gradient of {origin_of(tensor)!r}, which another pipeline stage has: a"
             " norm of these gradients would be that of one stage. Set gradient_clip_val, call"
             " self.clip_gradients(...) in configure_gradient_clipping, or read trainer.grad_norm, which are those"
-            " of all stages; pass over parameters with `p.is_meta` if each stage may do this for its own; or choose"
-            " another strategy, such as 'fsdp'."
+            f" of all stages; {_PASS_OVER}; or choose another strategy, such as 'fsdp'."
         )
     if not tensor.requires_grad:
         return None
@@ -425,9 +454,8 @@ def _why(name: str, args: Any, kwargs: Any) -> str:
     return (
         f"{users_line()} needs the values of {_name(args, kwargs)!r}, which another pipeline stage has ({name}): a hook"
         " may write into each parameter, or gradient, only what it computes from this one. Do this in the optimizer or"
-        " in the step; clip gradients by gradient_clip_val or self.clip_gradients(...); pass over parameters with"
-        " `p.is_meta` if each stage may do this for its own, without the others'; or choose another strategy, such as"
-        " 'fsdp'."
+        " in the step; clip gradients by gradient_clip_val or self.clip_gradients(...);"
+        f" {_PASS_OVER}; or choose another strategy, such as 'fsdp'."
     )
 
 

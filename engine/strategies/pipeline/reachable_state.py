@@ -10,11 +10,9 @@ import collections
 import contextvars
 import functools
 import itertools
-import operator
 import random
 import sys
 import types
-import warnings
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from typing import Any, NamedTuple
@@ -26,6 +24,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from ..callers import NOT_THE_USERS
+from ..contents import KEPT_IN_PLACE, PLAIN, keep_in_place, place_in_values
 from ..step_guard import StepSnapshot
 
 __all__ = [
@@ -35,6 +34,8 @@ __all__ = [
     "ReachableState",
     "Touched",
     "Walk",
+    "code_of",
+    "hooks_of",
     "is_of_a_users_class",
     "named_tables",
     "snapshot_outside",
@@ -140,9 +141,7 @@ class ReachableState:
         for _, value in self._values():
             walk.mark(value)
         # A step may register its hooks once, and note that in an attribute.
-        hooks = [
-            table for part in self._module.modules() if not isinstance(part, Metric) for table in _hook_tables(part)
-        ]
+        hooks = [table for part in self._module.modules() if not isinstance(part, Metric) for table in hooks_of(part)]
         contents = [(container, _content_of(container)) for container in (*walk.containers, *hooks)]
         put_names = _names_kept(self._tables)
 
@@ -218,7 +217,7 @@ def snapshot_outside(module: nn.Module) -> Callable[[], None]:
     """Returns a function that puts back what the module's code can reach outside of modules.
 
     That is what a step of a copy shares with the module that it is a copy of: attributes of classes, globals, variables
-    of functions, with their containers, generators, and tensors of up to `_MAX_KEPT_BYTES`.
+    of functions, with their containers, generators, and tensors and arrays that are no data.
     """
     tables = named_tables(module)
     walk = Walk(frozenset(map(id, module.modules())))
@@ -250,25 +249,15 @@ def _names_kept(tables: Mapping[Place, Any]) -> Callable[[], None]:
 
 
 def _kept_state(value: Any) -> Callable[[], None] | None:
-    """Returns a function that gives a generator, or a tensor that is not large, its present state; None for others."""
-    if isinstance(value, torch.Generator):
-        return functools.partial(_set_generator, value, value.get_state())
-    if isinstance(value, random.Random):
-        return functools.partial(value.setstate, value.getstate())
-    if isinstance(value, np.random.RandomState):
-        return functools.partial(value.set_state, value.get_state())
-    if isinstance(value, np.random.Generator):
-        return functools.partial(setattr, value.bit_generator, "state", value.bit_generator.state)
+    """Returns a function that puts back a generator, or a tensor or array that is not large; None for others."""
+    if isinstance(value, KEPT_IN_PLACE):
+        return keep_in_place(value)
     if isinstance(value, Tensor) and not value.requires_grad and value.layout == torch.strided:
         if value.is_meta or value.is_inference() or value.nbytes > _MAX_KEPT_BYTES:
             return None
         kept, version = value.detach().clone(), value._version
         return lambda: None if value._version == version else _put_back(value, kept)
     return None
-
-
-def _set_generator(generator: torch.Generator, state: Tensor) -> None:
-    generator.set_state(state)
 
 
 @torch.no_grad()
@@ -291,7 +280,7 @@ class Walk:
         self._alive: list[Any] = []
         self.containers: list[Any] = []
         self.seen: list[Any] = []
-        """The tensors and generators that it has come through."""
+        """The tensors, arrays and generators that it has come through."""
 
     def marks_in(self, tables: Mapping[Place, Any]) -> dict[Place, Any]:
         """Returns the mark of each place, in the table that has its value."""
@@ -314,7 +303,7 @@ class Walk:
         return self._mark(value, depth + 1)
 
     def _mark(self, value: Any, depth: int) -> Any:
-        if isinstance(value, (Tensor, torch.Generator, random.Random, np.random.RandomState, np.random.Generator)):
+        if isinstance(value, (Tensor, *KEPT_IN_PLACE)):
             self.seen.append(value)
         if isinstance(value, Tensor):
             return None if isinstance(value, nn.Parameter) else self.mark_tensor(value)
@@ -384,18 +373,7 @@ def _generator_state(value: Any) -> Any:
         return repr(value.get_state())
     if isinstance(value, np.random.Generator):
         return repr(value.bit_generator.state)
-    if isinstance(value, types.GeneratorType):
-        frame = value.gi_frame
-        return "ended" if frame is None else [frame.f_lasti, dict(frame.f_locals)]
-    if isinstance(value, itertools.count):
-        return repr(value)
-    if isinstance(value, itertools.cycle) and sys.version_info < (3, 14):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # deprecated from Python 3.12 on
-            return operator.length_hint(value.__reduce__()[1][0], -1)
-    if isinstance(value, Iterator) and type(value).__module__ == "builtins":
-        return operator.length_hint(value, -1)  # an iterator over a list knows how many values are left
-    return None
+    return place_in_values(value)
 
 
 def is_of_a_users_class(value: Any) -> bool:
@@ -474,6 +452,8 @@ class Code:
 
     def __init__(self) -> None:
         self.tables: dict[Place, Any] = {}
+        self.modules: list[nn.Module] = []
+        """The modules that have a name in code, which may belong to no other."""
         self._seen: set[int] = set()
 
     def follow(self, value: Any, depth: int = 0) -> None:
@@ -498,14 +478,19 @@ class Code:
         while isinstance(hook, functools.partial):
             arguments = dict(enumerate(hook.args)) | hook.keywords
             for key, value in arguments.items():
-                place = Place(f"a hook on {owner!r}", f"argument {key}", "variable")
-                self._see(place, value, {place.name: value}, 0)
+                name = f"argument {key}"
+                self._see(Place(f"a hook on {owner!r}", name, "variable"), value, {name: value}, 0)
             hook = hook.func
         self.follow(hook if isinstance(hook, _CODE) else type(hook))
         kept = getattr(hook, "__self__", None) if isinstance(hook, _CODE) else hook
         if is_of_a_users_class(kept):
-            place = Place(f"the module {owner!r}", type(kept).__name__, "hook")
-            self.tables[place] = {place.name: kept}
+            name = type(kept).__name__
+            self._add(Place(f"the module {owner!r}", name, "hook"), {name: kept})
+
+    def _add(self, place: Place, table: Any) -> None:
+        """Adds a place, by another name if it is that of another table: two functions or classes may have one name."""
+        while self.tables.setdefault(place, table) is not table:
+            place = place._replace(owner=f"{place.owner}'")
 
     def _follow_class(self, kind: type, depth: int) -> None:
         for base in kind.__mro__:
@@ -513,10 +498,12 @@ class Code:
                 continue
             attributes = _ClassAttributes(base)
             for name, value in list(attributes.items()):
-                if isinstance(value, (types.FunctionType, staticmethod, classmethod, property)):
+                is_code = isinstance(value, (types.FunctionType, staticmethod, classmethod, property))
+                # Not all classes that a library's class names.
+                if is_code or (isinstance(value, type) and value.__module__ == base.__module__):
                     self.follow(value, depth)
                 elif _may_change(name, value):
-                    self.tables[Place(base.__qualname__, name, "class attribute")] = attributes
+                    self._add(Place(base.__qualname__, name, "class attribute"), attributes)
 
     def _follow_function(self, function: types.FunctionType, depth: int) -> None:
         if function.__code__.co_filename.startswith(NOT_THE_USERS):
@@ -549,7 +536,9 @@ class Code:
 
     def _see(self, place: Place, value: Any, table: Any, depth: int) -> None:
         if _may_change(place.name, value):
-            self.tables[place] = table
+            self._add(place, table)
+        elif isinstance(value, nn.Module):
+            self.modules.append(value)
         self.follow(value if isinstance(value, _CODE) else type(value), depth + 1)
 
 
@@ -566,17 +555,32 @@ def _names(code: types.CodeType) -> set[str]:
 
 def named_tables(module: nn.Module) -> dict[Place, Any]:
     """Returns, for each name outside of modules that their code uses, the table that has its value."""
+    return code_of(module).tables
+
+
+def code_of(module: nn.Module) -> Code:
+    """Follows the code of a module and its sub-modules, and of their hooks."""
     code = Code()
     for name, part in module.named_modules():
         if isinstance(part, Metric):
             continue
         code.follow(type(part))
         forward = part.__dict__.get("forward")
-        code.follow(getattr(forward, "original", forward))
-        for hook in (hook for table in _hook_tables(part) for hook in table.values()):
+        while hasattr(forward, "original"):  # one that a strategy has put around it
+            forward = forward.original
+        code.follow(forward)
+        for attribute, value in part.__dict__.items():  # functions and objects that its code may call
+            if attribute in NOT_THE_USERS_ATTRIBUTES or isinstance(value, PLAIN):
+                continue
+            if isinstance(value, (*_CODE, functools.partial)):
+                code.follow(value, 1)
+            elif callable(value) or type(value).__module__ == type(part).__module__:  # not all of a library's
+                code.follow(type(value), 1)
+        for hook in (hook for table in hooks_of(part) for hook in table.values()):
             code.follow_hook(hook, name)
-    return code.tables
+    return code
 
 
-def _hook_tables(part: nn.Module) -> tuple[dict[int, Any], ...]:
+def hooks_of(part: nn.Module) -> tuple[dict[int, Any], ...]:
+    """Returns the tables of the hooks on the forward and the backward of a module."""
     return part._forward_pre_hooks, part._forward_hooks, part._backward_pre_hooks, part._backward_hooks

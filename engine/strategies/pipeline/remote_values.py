@@ -22,12 +22,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..._compat.torch import FakeTensor, FakeTensorMode, TorchDispatchMode, tree_leaves
-from ..callers import CutError, is_of_fsdp, users_line
+from ..callers import CutError, is_of_fsdp, is_outside, users_line
 
 __all__ = [
     "CONTENT",
     "FORM",
     "MOVES",
+    "PLACES",
     "READS",
     "Calls",
     "Draws",
@@ -71,6 +72,8 @@ _OF_GRAPH = {"requires_grad_", "register_hook", "retain_grad", "__format__"}
 _SETS = Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 _OF_GRAPHS = {torch.autograd.grad, Tensor.requires_grad_, _SETS}
 """Calls that compute gradients within a step, or make a leaf for them."""
+PLACES = {"device", "is_meta", "is_cpu", "is_cuda", "is_xpu", "is_mps"}
+"""Attributes that tell where a tensor is."""
 CONTENT = {"data", "T", "mT", "H", "mH", "real", "imag"}
 """Attributes that need content."""
 
@@ -227,7 +230,9 @@ class RemoteValueMode(TorchFunctionMode):
             real: one of its real arguments; None if it has none.
         """
         name = getattr(func, "__name__", "")
-        if name == "__get__" and (attribute := func.__self__.__name__) in ("device", "is_cuda", "is_cpu"):
+        attribute = func.__self__.__name__ if name == "__get__" else ""
+        # The engine asks by `is_meta` what has no content.
+        if attribute in PLACES and (attribute != "is_meta" or is_outside(sys._getframe(2))):
             return getattr(torch.empty(0, device=self._device), attribute)
         if name in READS:
             raise CutError(

@@ -248,7 +248,7 @@ class Pipeline(MeshStrategy):
             if not is_absent:
                 give_value(tensor, value)
         read_stored(model, self.root_device, leave=absent)
-        replace_absent(model, plan, absent, replacements.note)
+        replace_absent(model, plan, absent, replacements.note, self.root_device)
         own_stages = range(rank, self.num_stages, size)
         own_units = [unit for stage in own_stages for unit in plan.stages[stage]]
         if self.recompute is not None:

@@ -273,7 +273,11 @@ class Watches(pl.Callback):
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         whole = sum(p.numel() for p in MLP().parameters())
         tensors = self.average._average_model.module.parameters()
-        held = sum((t.to_local() if isinstance(t, DTensor) else t).numel() for t in tensors if not t.is_meta)
+        held = sum(
+            (t.to_local() if isinstance(t, DTensor) else t).numel()
+            for t in tensors
+            if trainer.strategy.keeps_state_of(t)
+        )
         assert self.average._average_model.n_averaged == EPOCHS * STEPS
         assert held < 0.7 * whole  # about a half: neither layers nor a dim of 10 are cut evenly
 
@@ -328,6 +332,18 @@ def test_what_can_not_be_averaged_is_refused_by_name():
         Engine(accelerator="cpu", max_steps=1, callbacks=[EMAWeightAveraging()], **QUIET).fit(
             MadeLater(), DataLoader(TRAINED, BATCH)
         )
+
+
+def test_an_average_by_one_number_of_all_parameters_is_refused_where_a_stage_has_some():
+    def average(means: list[Tensor], weights: list[Tensor], num: int) -> None:
+        step = 1 / (1 + torch.stack([weight.norm() for weight in weights]).norm())
+        for mean, weight in zip(means, weights, strict=True):
+            mean.lerp_(weight, step)
+
+    with pytest.raises(
+        ProcessRaisedException, match=r"the multi_avg_fn of WeightAveraging .* give the callback an avg_fn"
+    ):
+        fit("pp:microbatches=4", 2, [WeightAveraging(multi_avg_fn=average)])
 
 
 def test_statistics_that_need_a_pass_over_the_data_of_all_ranks_are_refused_before_the_first_step():

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from polyphase.engine.strategies.pipeline.partitioned_module import PartitionedModule, StepJob
-from polyphase.engine.strategies.pipeline.plan import plan_stages, replace_absent
+from polyphase.engine.strategies.pipeline.plan import RemoteTensor, plan_stages, replace_absent
 from polyphase.engine.strategies.pipeline.shapes import Shapes
 from polyphase.engine.strategies.pipeline.stage_module import StageModule
 from polyphase.engine.strategies.step_guard import StepSnapshot
@@ -91,6 +91,6 @@ class Relay:
         total: dict[str, Tensor] = {}
         for part in self.parts:
             for name, parameter in part.partitioned.module.named_parameters():
-                if not parameter.is_meta and parameter.grad is not None:
+                if not isinstance(parameter, RemoteTensor) and parameter.grad is not None:
                     total[name] = total.get(name, 0) + parameter.grad
         return total

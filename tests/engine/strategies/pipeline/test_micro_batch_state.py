@@ -142,6 +142,40 @@ class Defaults(Block):
         return 1.0 if len(calls) < 100 else 0.5
 
 
+class Scales(torch.autograd.Function):
+    """Scales gradients by how many there were."""
+
+    calls = 0
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        Scales.calls += 1
+        return gradient * Scales.calls
+
+
+class CountsInBackward(Block):
+    def factor(self, x):
+        return 1.0
+
+    def forward(self, x):
+        return Scales.apply(super().forward(x))
+
+
+class CountsInAHook(Block):
+    def __init__(self):
+        super().__init__()
+        self.seen = 0
+        self.linear.register_full_backward_hook(self.count)
+
+    def count(self, linear, gradients, of_output):
+        self.seen += 1
+        return (gradients[0] * self.seen,)
+
+
 class Net(nn.Module):
     def __init__(self, block: type[Block]) -> None:
         super().__init__()
@@ -183,6 +217,8 @@ def problems(block: type[Block], number: int = 2, run: Any = step) -> list[str |
         (TakesTurns, "the attribute 'blocks.0.turns'"),
         (DrawsItsOwn, "the attribute 'blocks.0.generator'"),
         (Yields, "the attribute 'blocks.0.factors'"),
+        (CountsInBackward, "the class attribute 'calls' of Scales is changed by each micro-batch"),
+        (CountsInAHook, "the attribute 'blocks.0.seen' is changed by each micro-batch"),
         (Defaults, "the block 'blocks.0' writes into the default argument 'default 0' of Defaults.factor"),
     ],
 )

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from polyphase.engine.strategies.callers import CutError
+from polyphase.engine.strategies.pipeline.plan import RemoteTensor
 
 from .relay import Relay
 
@@ -92,7 +93,7 @@ class SometimesSkips(Net):
     def forward(self) -> Tensor:
         self.calls += 1
         x = self.embed(ROWS)
-        if self.calls > 2 and not self.embed.weight.is_meta:
+        if self.calls > 2 and not isinstance(self.embed.weight, RemoteTensor):
             x = x + 0
         skip = x.sin()
         for block in self.blocks:

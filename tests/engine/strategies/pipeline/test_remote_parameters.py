@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from polyphase.engine.strategies.callers import CutError
-from polyphase.engine.strategies.pipeline.plan import plan_stages, replace_absent
+from polyphase.engine.strategies.pipeline.plan import RemoteTensor, plan_stages, replace_absent
 
 from ..test_optimizer_trial import Lion
 
@@ -36,13 +36,14 @@ def test_their_form_is_known():
     net = first_stage()
     remote = net.blocks[1].weight
     assert isinstance(remote, nn.Parameter)
-    assert (remote.shape, remote.dtype, remote.is_meta) == ((3, 3), torch.float32, True)
+    assert (remote.shape, remote.dtype) == ((3, 3), torch.float32)
     assert (remote.mark, len({remote, *net.parameters()})) == ("mine", 4)
     assert sum(p.numel() for p in net.parameters() if p.requires_grad) == 24
     assert "blocks.1.weight" in repr(dict(net.named_parameters()))
     net.requires_grad_(False)
     assert not remote.requires_grad
-    assert all(value.is_meta == name.startswith("blocks.1") for name, value in net.state_dict().items())
+    state = net.state_dict()
+    assert all(isinstance(value, RemoteTensor) == name.startswith("blocks.1") for name, value in state.items())
     copied = copy.deepcopy(net)
     assert copied.blocks[1].weight is not remote
     with pytest.raises(CutError, match=r"needs the values of 'blocks.1.weight'"):
@@ -60,6 +61,13 @@ def test_optimizers_step_what_has_gradients(make):
     net.zero_grad()
     optimizer.load_state_dict(optimizer.state_dict())
     assert not torch.equal(before, net.blocks[0].weight)
+
+
+@pytest.mark.parametrize("of", [lambda p: p, lambda p: p.data, lambda p: p.detach().clone(), lambda p: p.grad])
+def test_user_code_is_not_told_that_they_are_elsewhere(of):
+    weights = [of(block.weight) for block in first_stage().blocks]
+    for place in (lambda w: w.is_meta, lambda w: w.device, lambda w: w.is_cpu, lambda w: w.is_cuda):
+        assert place(weights[0]) == place(weights[1])
 
 
 def average(net):
@@ -91,6 +99,14 @@ def branch(net):
             p.data.mul_(0.5)
 
 
+def norm_of_what_is_here(net):
+    here = [p for p in net.parameters() if not p.is_meta and p.device == torch.device("cpu")]
+    norm = torch.stack([p.norm() for p in here]).norm()
+    with torch.no_grad():
+        for p in here:
+            p.mul_(0.1 / norm)
+
+
 def save(net):
     torch.save({name: p.detach().cpu() for name, p in net.named_parameters()}, io.BytesIO())
 
@@ -106,6 +122,7 @@ GRADIENT = r"in {}: .* reads the gradient of 'blocks.1.weight', .* Set gradient_
         (average_data, VALUES.format("average_data")),
         (average_state, VALUES.format("average_state")),
         (norm_by_hand, VALUES.format("norm_by_hand")),
+        (norm_of_what_is_here, VALUES.format("norm_of_what_is_here")),
         (branch, VALUES.format("branch")),
         (save, VALUES.format("save")),
         (lambda net: net.blocks[1](torch.ones(3)), VALUES.format("<lambda>")),
