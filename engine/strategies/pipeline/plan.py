@@ -295,6 +295,8 @@ _MAKES = os.path.join(_TORCH, "nn", "parameter.py")
 _PASSES_ON = os.path.join(_TORCH, "nn", "modules", "module.py")
 
 
+_STORAGES = {"untyped_storage", "storage", "__dlpack__"}
+"""Calls that show that there is no content."""
 _PASS_OVER = "read only those that `trainer.strategy.keeps_state_of(p)` says this stage has, if that is enough"
 
 
@@ -388,7 +390,7 @@ def _compute(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     frame = next(frame for frame in _frames() if not _dispatches(frame))
     # In backward, as in a backward hook of a module, the result would be mixed with gradients of this stage.
     in_backward = torch._C._current_graph_task_id() != -1
-    if in_backward or name in READS or _writes_content(name, args, kwargs) or _is_of_library(frame):
+    if in_backward or name in READS | _STORAGES or _writes_content(name, args, kwargs) or _is_of_library(frame):
         raise CutError(_why(name, args, kwargs))
     if name in MOVES:
         return moved(args, kwargs)

@@ -123,6 +123,7 @@ GRADIENT = r"in {}: .* reads the gradient of 'blocks.1.weight', .* Set gradient_
         (average_state, VALUES.format("average_state")),
         (norm_by_hand, VALUES.format("norm_by_hand")),
         (norm_of_what_is_here, VALUES.format("norm_of_what_is_here")),
+        (lambda net: [p.untyped_storage().data_ptr() for p in net.parameters()], VALUES.format("<listcomp>")),
         (branch, VALUES.format("branch")),
         (save, VALUES.format("save")),
         (lambda net: net.blocks[1](torch.ones(3)), VALUES.format("<lambda>")),
