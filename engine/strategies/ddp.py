@@ -249,7 +249,8 @@ class DDP(DistributedStrategy, CommHookMixin, DDPStrategy):
         else:
             self._checks_unused = False
             # An optimizer that steps within backward, by a hook, has dropped the gradient already.
-            trained = self._trained_parameters()
+            named = zip(self.lightning_module.named_parameters(), self._requires_grad, strict=True)
+            trained = ((name, p) for (name, p), was_trained in named if was_trained and p.requires_grad)
             unused = [n for n, p in trained if p.grad is None and not p._post_accumulate_grad_hooks]
             if unused:
                 raise RuntimeError(self._unused_message(unused))

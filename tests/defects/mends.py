@@ -38,6 +38,38 @@ class _ClipsInItsStep(Blocks):
         return torch.optim.SGD(self.parameters(), lr=5.0)
 
 
+class _FreezesBeforeBackward(Blocks):
+    """In turns of two steps a block is frozen, when its forward is over: AdamW leaves it where it is."""
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.blocks[1].requires_grad_(self.trainer.global_step != 1)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.05)
+
+
+class _Scales(torch.autograd.Function):
+    """Scales gradients by how many there were."""
+
+    calls = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        """Returns a copy."""
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        """Counts, and scales."""
+        _Scales.calls += 1
+        return gradient * _Scales.calls
+
+
+class _CountsInBackward(Blocks):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Scales.apply(super().forward(x))
+
+
 # Nine samples in batches of eight: of the second step, rank 1 has none.
 _NORMED = PLAIN["batch norm"]._replace(data=lambda n: (torch.randn(9, 3, 6, 6), torch.arange(9) % 4))
 _CENTRED = METHODS["centre loss"]._replace(data=lambda n: (torch.randn(9, 8), torch.arange(9) % 4))
@@ -98,6 +130,14 @@ MENDS = {
         "ddp:average_buffers=true",
         MODELS["codebook"],
         [(f"{_STRATEGIES}.layout:_BufferAverage", "_average", nothing)],
+    ),
+    "what is frozen before backward gets gradients of zeros": Defect(
+        "zero1",
+        Model(_FreezesBeforeBackward, rows()),
+        [(f"{_STRATEGIES}.ddp:DDP", "frozen_since_forward", lambda strategy: [])],
+    ),
+    "a function of autograd counts micro-batches": Defect(
+        "pp", Model(_CountsInBackward, rows()), [(f"{_STRATEGIES}.pipeline.micro_batches", "_run_backward", nothing)]
     ),
     "blocks count micro-batches": Defect("pp", MODELS["counting blocks"], _UNCOMPARED),
     "a buffer counts micro-batches": Defect("pp", MODELS["counting buffer"], _UNCOMPARED),

@@ -115,7 +115,7 @@ class Dumps(Callback):
                     state[f"{parameter_name}/{key}"] = value
         state = {key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in state.items()}
         if adapt(trainer.strategy).capabilities.optimizer_state_partitioned:  # each rank has some of it
-            mine = {key: value for key, value in state.items() if trainer.strategy.keeps_state_of(value)}
+            mine = {key: value for key, value in state.items() if trainer.engine_strategy.keeps_state_of(value)}
             state = {key: value for each in WORLD.all_gather_object(mine) for key, value in each.items()}
         state["lr"] = torch.tensor([group["lr"] for o in trainer.optimizers for group in o.param_groups])
         if trainer.is_global_zero:

@@ -297,7 +297,7 @@ _PASSES_ON = os.path.join(_TORCH, "nn", "modules", "module.py")
 
 _STORAGES = {"untyped_storage", "storage", "__dlpack__"}
 """Calls that show that there is no content."""
-_PASS_OVER = "read only those that `trainer.strategy.keeps_state_of(p)` says this stage has, if that is enough"
+_PASS_OVER = "read only those that `trainer.engine_strategy.keeps_state_of(p)` says this stage has, if that is enough"
 
 
 class RemoteTensor(Tensor):

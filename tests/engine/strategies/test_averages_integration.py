@@ -276,7 +276,7 @@ class Watches(pl.Callback):
         held = sum(
             (t.to_local() if isinstance(t, DTensor) else t).numel()
             for t in tensors
-            if trainer.strategy.keeps_state_of(t)
+            if trainer.engine_strategy.keeps_state_of(t)
         )
         assert self.average._average_model.n_averaged == EPOCHS * STEPS
         assert held < 0.7 * whole  # about a half: neither layers nor a dim of 10 are cut evenly

@@ -278,7 +278,7 @@ class Hooks(MLP):
         self.called.append(f"before {loss.item():.4f}")
 
     def on_after_backward(self):
-        own = [p for p in self.parameters() if self.trainer.strategy.keeps_state_of(p)]
+        own = [p for p in self.parameters() if self.trainer.engine_strategy.keeps_state_of(p)]
         self.called.append(f"after {all(p.grad is not None for p in own)}")
 
     def on_before_optimizer_step(self, optimizer):
@@ -294,7 +294,7 @@ class HookWriter(Callback):
 
     def on_train_end(self, trainer, pl_module):
         trainer.strategy.barrier()  # rank 0 may still remove a checkpoint
-        own = [p for p in pl_module.parameters() if trainer.strategy.keeps_state_of(p)]
+        own = [p for p in pl_module.parameters() if trainer.engine_strategy.keeps_state_of(p)]
         state = [v for s in trainer.optimizers[0].state.values() for v in s.values() if v.dim()]
         content = {
             "called": pl_module.called,
