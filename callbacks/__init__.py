@@ -11,7 +11,6 @@ from .replica_guard import ReplicaError, ReplicaGuard
 from .run_summary import RunSummary
 from .snapshot import Snapshot, default_snapshot
 from .throughput import ThroughputMonitor
-from .trace_profiler import TraceProfiler
 
 if TYPE_CHECKING:
     from polyphase.doctor import Doctor
@@ -28,7 +27,6 @@ __all__ = [
     "RunSummary",
     "Snapshot",
     "ThroughputMonitor",
-    "TraceProfiler",
     "default_progress_bar",
     "default_snapshot",
 ]
