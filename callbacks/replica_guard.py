@@ -2,22 +2,21 @@
 
 Phases of a check, after the first two optimizer steps and then at each logging interval:
 1. each rank computes the norm and the sum of each of its parameters in float64, without copying them;
-2. one all-gather of 16 bytes per parameter and rank, for which the ranks wait;
-3. each rank compares its values with those of the ranks that must have the same tensor.
+2. one all-gather of these, 16 bytes and a name per parameter and rank, for which the ranks wait;
+3. each rank compares the figures of the ranks that must have the same tensor.
 The check changes no state and draws no random numbers: the weights are bitwise those of a run without it.
 """
 
 import logging
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from polyphase.engine.data.uneven import UnevenTrainLoader
+from polyphase.engine.distributed.digests import digests, unequal_replicas
+from polyphase.engine.distributed.object_group import WORLD
 from polyphase.engine.strategies import adapt
 
 __all__ = ["ReplicaError", "ReplicaGuard", "why_not"]
@@ -39,8 +38,8 @@ class ReplicaGuard(Callback):
     It detects weights that diverge between ranks. It does not see errors that all ranks share: use `polyphase verify`.
 
     Raises:
-        ReplicaError: after an optimizer step; names the parameter that differs most. Diverged ranks do not become equal
-            again, so further steps would be wasted.
+        ReplicaError: after an optimizer step; names the first parameter that differs. Diverged ranks do not become
+            equal again, so further steps would be wasted.
     """
 
     def __init__(self) -> None:
@@ -86,39 +85,14 @@ def why_not(trainer: Trainer) -> str | None:
     return None
 
 
-@torch.no_grad()
 def _check(module: LightningModule) -> None:
-    parameters = dict(module.named_parameters())
-    local = [p.to_local() if isinstance(p, DTensor) else p for p in parameters.values()]
-    if not local:
-        return
-    norms = [torch.linalg.vector_norm(p, dtype=torch.float64) for p in local]
-    own_figures = torch.stack([torch.stack(norms), torch.stack([p.sum(dtype=torch.float64) for p in local])])
-    by_rank = [torch.empty_like(own_figures) for _ in range(dist.get_world_size())]
-    dist.all_gather(by_rank, own_figures)
-    figures = torch.stack(by_rank).cpu()  # (ranks, norm and sum, parameters)
-    worst: tuple[float, str] = (0.0, "")
-    for index, (name, parameter) in enumerate(parameters.items()):
-        ranks = _replicas(parameter)
-        values = figures[ranks, :, index]
-        if not ((values == values[0]) | (values.isnan() & values[0].isnan())).all():
-            spread = float((values.amax(0) - values.amin(0)).nan_to_num(torch.inf).max())
-            norms_by_rank = ", ".join(f"{float(v[0]):.9g} on rank {r}" for r, v in zip(ranks, values, strict=True))
-            worst = max(
-                worst, (spread, f"{name!r}: its norm is {norms_by_rank} (norms or sums differ by {spread:.2e})")
-            )
-    if worst[1]:
+    unequal = unequal_replicas(WORLD.all_gather_object(digests(module.named_parameters()).on_host()), tolerance=0)
+    if unequal:
+        name, text = unequal[0]
+        more = f" and {len(unequal) - 1} more" if len(unequal) > 1 else ""
         raise ReplicaError(
-            f"ranks no longer have the same weights of {type(module).__name__}. Most different is {worst[1]}. The cause"
-            " may be a gradient that was not reduced, or code that changes weights on one rank. `polyphase verify`,"
-            " with the same model, data and strategy, finds the step and the tensor at which the run first differs"
-            " from a run in one process."
+            f"ranks no longer have the same weights of {type(module).__name__}: {name!r}{more} differ ({text}). The"
+            " cause may be a gradient that was not reduced, or code that changes weights on one rank. `polyphase"
+            " verify`, with the same model, data and strategy, finds the step and the tensor at which the run first"
+            " differs from a run in one process."
         )
-
-
-def _replicas(parameter: Tensor) -> list[int]:
-    """Returns the ranks that must have the same local tensor of a parameter."""
-    if not isinstance(parameter, DTensor):
-        return list(range(dist.get_world_size()))
-    is_whole = all(placement.is_replicate() for placement in parameter.placements)
-    return list(range(dist.get_world_size())) if is_whole else [dist.get_rank()]

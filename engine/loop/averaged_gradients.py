@@ -17,7 +17,6 @@ rank alone: the replicas would diverge. So what an optimizer is about to use is 
 import functools
 import weakref
 from collections import Counter
-from collections.abc import Iterable
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
 from typing import Any
@@ -27,6 +26,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ..distributed.digests import digests, unequal_replicas
 from ..distributed.object_group import WORLD
 from ..strategies.parameter_hooks import call_before_use
 
@@ -163,38 +163,10 @@ def _listed(names: list[str]) -> str:
     return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
-@torch.no_grad()
 def _different(tensors: dict[str, Tensor]) -> list[str]:
     """Returns the names of the tensors that are not equal on all ranks, or not there on all; all ranks call it."""
-    figures = [figure for tensor in tensors.values() for figure in _figures(tensor)]
-    values = torch.stack(figures).tolist() if figures else []
-    own = dict(zip(tensors, zip(values[::2], values[1::2], strict=True), strict=True))
-    by_rank = WORLD.all_gather_object(own)
-    names = dict.fromkeys(name for figures_of_rank in by_rank for name in figures_of_rank)
-    return [name for name in names if not _are_equal([of_rank.get(name) for of_rank in by_rank])]
-
-
-def _figures(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the norm and the sum of a tensor, in float64 without a copy of it."""
-    values = tensor.detach()
-    if values.is_sparse:
-        values = values.coalesce().values()
-    if values.is_complex():
-        values = torch.view_as_real(values)
-    return torch.linalg.vector_norm(values, dtype=torch.float64), values.sum(dtype=torch.float64)
-
-
-def _are_equal(figures: Iterable[tuple[float, float] | None]) -> bool:
-    first, *others = figures
-    if first is None:
-        return not any(others)
-    scale = _TOLERANCE * abs(first[0])
-    for figure in others:
-        if figure is None:
-            return False
-        # Two infinities of one sign, or two NaN, are equal: the difference of infinities is NaN.
-        if any(
-            a != b and not (a != a and b != b) and not abs(a - b) <= scale for a, b in zip(first, figure, strict=True)
-        ):
-            return False
-    return True
+    by_rank = WORLD.all_gather_object(digests(tensors.items()).on_host())
+    present = [dict.fromkeys(name for name, _ in of_rank.pieces) for of_rank in by_rank]
+    unequal = dict(unequal_replicas(by_rank, _TOLERANCE))
+    names = dict.fromkeys(name for of_rank in present for name in of_rank)
+    return [name for name in names if name in unequal or not all(name in of_rank for of_rank in present)]

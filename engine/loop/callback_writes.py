@@ -12,8 +12,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from ..distributed.digests import digests
 from .hooks import is_stock
-from .unsplit import digests
 
 __all__ = ["CallbackWrites", "may_change_training"]
 

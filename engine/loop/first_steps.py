@@ -33,6 +33,7 @@ from torch.distributed.tensor import DTensor
 
 from .._compat.torch import _ConvNd
 from ..checkpoint import get_random_state
+from ..distributed.digests import Digests, digests, unequal_replicas, whole
 from ..distributed.object_group import WORLD
 from ..precision.clipping import norm_of
 from ..strategies import adapt
@@ -44,16 +45,12 @@ from .split_batch import Comparison, compare_parts, kept_values
 from .unsplit import (
     SETTINGS,
     Call,
-    Digests,
     MicroBatch,
     NeedsOtherRanks,
     Replay,
     Step,
     UnfitError,
-    digests,
     loss_of,
-    unequal_replicas,
-    whole,
 )
 
 __all__ = ["FirstSteps", "FirstStepsError", "between_ranks"]

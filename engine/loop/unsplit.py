@@ -11,8 +11,8 @@ import functools
 import io
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
@@ -26,7 +26,6 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
 from .._compat.lightning import _configure_optimizers
@@ -34,6 +33,7 @@ from ..attachments import has_hooks
 from ..checkpoint import get_random_state, set_random_state
 from ..data.samples import NoSamplesError, join_batches
 from ..distributed.buckets import move_module
+from ..distributed.digests import Digests, digests, whole
 from ..precision.loss_scaling import Parameters
 from ..strategies.collectives import NoneAtAll
 from ..strategies.pipeline.reachable_state import snapshot_outside
@@ -42,123 +42,14 @@ from .module_copy import Memory, put
 __all__ = [
     "SETTINGS",
     "Call",
-    "Digests",
     "ManualOptimizer",
     "MicroBatch",
     "NeedsOtherRanks",
     "Replay",
     "Step",
     "UnfitError",
-    "digests",
     "loss_of",
-    "unequal_replicas",
-    "whole",
 ]
-
-# Digests of tensors: the sum and the norm of each, by which ranks compare gradients and weights without sending them.
-#
-# Each rank computes the digests of its own shards; those of a whole tensor are their sums. Nothing is sent, and nothing
-# is read from a device, until somebody reads a digest.
-
-Piece = tuple[str, tuple[int, ...]]
-"""The name of a tensor, and the place of a shard of it: its index along each axis that the tensor is sharded over."""
-
-
-class Digests(NamedTuple):
-    """The digests of a rank's tensors."""
-
-    pieces: list[Piece]
-    figures: Tensor | None
-    """[pieces, 2]: sum, and sum of squares; None without pieces."""
-    numels: list[int]
-    """The number of values of each whole tensor."""
-
-    def on_host(self) -> "Digests":
-        """Returns the digests with their figures in host memory."""
-        return self._replace(figures=None if self.figures is None else self.figures.cpu())
-
-
-@torch.no_grad()
-def digests(tensors: Iterable[tuple[str, Tensor]]) -> Digests:
-    """Returns the digests of named tensors; those of a tensor whose values another rank has are left out."""
-    pieces, figures, numels = [], [], []
-    for name, tensor in tensors:
-        if tensor.is_meta:
-            continue
-        local = local_tensor(tensor)
-        # float64, so that the order of a sum, which differs between machines, does not show.
-        dtype = torch.float32 if local.device.type == "mps" else torch.float64
-        square = torch.linalg.vector_norm(local, dtype=dtype).square()
-        figures.append(torch.stack([local.sum(dtype=dtype), square]))
-        pieces.append((name, _place(tensor)))
-        numels.append(tensor.numel())
-    device = figures[0].device if figures else None
-    return Digests(pieces, torch.stack([pair.to(device) for pair in figures]) if figures else None, numels)
-
-
-def local_tensor(tensor: Tensor) -> Tensor:
-    """Returns this rank's values of a tensor as a dense, real one."""
-    if isinstance(tensor, DTensor):
-        tensor = tensor.to_local()
-    if tensor.is_sparse:
-        tensor = tensor.coalesce().values()
-    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-
-
-def unequal_replicas(ranks: Iterable[Digests], tolerance: float = 1e-9) -> list[tuple[str, str]]:
-    """Compares the digests of what several ranks must have alike.
-
-    Args:
-        ranks: the digests of each rank.
-        tolerance: the largest difference of a norm, relative to it; of a sum, relative to the norm.
-
-    Returns:
-        The names of the tensors that differ, each with a description of the difference.
-    """
-    first: dict[Piece, tuple[int, float, float]] = {}
-    unequal: dict[str, str] = {}
-    for rank, of_rank in enumerate(ranks):
-        for piece, (total, square), numel in _read(of_rank):
-            owner, expected, expected_square = first.setdefault(piece, (rank, total, square))
-            norm, expected_norm = square**0.5, expected_square**0.5
-            allowed = tolerance * max(norm, expected_norm)
-            is_equal = total == expected or abs(total - expected) <= allowed * numel**0.5
-            is_equal &= norm == expected_norm or abs(norm - expected_norm) <= allowed
-            if not is_equal and (total == total or expected == expected):  # both NaN: a rank can't differ by it
-                text = f"norm {expected_norm:.7g} on rank {owner}, {norm:.7g} on rank {rank}"
-                if f"{norm:.7g}" == f"{expected_norm:.7g}":
-                    text = f"sum {expected:.7g} on rank {owner}, {total:.7g} on rank {rank}"
-                unequal.setdefault(piece[0], text)
-    return list(unequal.items())
-
-
-def whole(ranks: Iterable[Digests]) -> dict[str, tuple[float, float]]:
-    """Returns sum and norm of each whole tensor, by name, from the digests of all ranks."""
-    pieces: dict[Piece, tuple[float, float]] = {}
-    for of_rank in ranks:
-        for piece, figures, _ in _read(of_rank):
-            pieces.setdefault(piece, figures)
-    totals: dict[str, tuple[float, float]] = {}
-    for (name, _), (total, square) in pieces.items():
-        before = totals.get(name, (0.0, 0.0))
-        totals[name] = before[0] + total, before[1] + square
-    return {name: (total, square**0.5) for name, (total, square) in totals.items()}
-
-
-def _read(of_rank: Digests) -> list[tuple[Piece, tuple[float, float], int]]:
-    figures: list[list[float]] = [] if of_rank.figures is None else of_rank.figures.tolist()
-    return [
-        (piece, (total, square), numel)
-        for piece, (total, square), numel in zip(of_rank.pieces, figures, of_rank.numels, strict=True)
-    ]
-
-
-def _place(tensor: Tensor) -> tuple[int, ...]:
-    if not isinstance(tensor, DTensor):
-        return ()
-    coordinates = tensor.device_mesh.get_coordinate() or [0] * tensor.device_mesh.ndim
-    return tuple(c for c, placement in zip(coordinates, tensor.placements, strict=True) if not placement.is_replicate())
-
 
 _BETWEEN_PASSES = ("on_before_zero_grad", "optimizer_zero_grad", "on_before_backward")
 """The hooks that are called between the forward of a step and its backward."""

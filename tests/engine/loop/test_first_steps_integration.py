@@ -11,9 +11,9 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 from torch.nn.utils.parametrizations import spectral_norm
 
 from polyphase.engine import Engine
+from polyphase.engine.distributed.digests import digests
 from polyphase.engine.loop import first_steps
 from polyphase.engine.loop.first_steps import between_ranks
-from polyphase.engine.loop.unsplit import digests
 from polyphase.engine.strategies.fsdp import strategy as fsdp
 from tests.defects.defects import DEFECTS, nothing
 from tests.engine.parity import MLP

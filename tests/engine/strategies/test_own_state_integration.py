@@ -176,7 +176,8 @@ def test_buffers_that_differ_are_named(strategy, cls, name, option):
     ],
 )
 def test_attributes_that_differ_and_decide_are_named(strategy, cls, name):
-    with pytest.raises(Exception, match=rf"different values of '{name}': the module keeps in these attributes"):
+    """By the steps on parts of a batch, see `split_batch.py`."""
+    with pytest.raises(Exception, match=rf"the ranks train \w+ by different values of the attribute '{name}'"):
         fitted(cls(), strategy)
 
 

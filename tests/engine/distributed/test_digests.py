@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from polyphase.engine.loop.unsplit import Digests, digests, unequal_replicas, whole
+from polyphase.engine.distributed.digests import Digests, digests, unequal_replicas, whole
 
 
 def test_sum_and_norm_of_dense_sparse_complex_and_low_precision_tensors():
