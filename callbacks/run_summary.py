@@ -12,11 +12,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint, Timer
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from polyphase.engine.data.samples import num_samples as samples_of
 from polyphase.engine.devices import host_peak_bytes, peak_bytes, wait_for
 from polyphase.engine.run_info import header, log_folder, shown_path
 
 from ._bar import duration
-from ._counts import count_samples
 from .memory import MemoryMonitor
 from .throughput import ThroughputMonitor
 
@@ -83,7 +83,7 @@ class RunSummary(Callback):
         self._first_step = trainer.global_step
         self._waited_s = trainer.data_wait_s
         monitors = [c for c in trainer.callbacks if isinstance(c, ThroughputMonitor)]
-        self._count = monitors[0].count_samples if monitors else count_samples
+        self._count = monitors[0].count_samples if monitors else samples_of
         self._num_samples: int | None = 0
         self._has_fillers = trainer.data_size > 1
         self._elapsed_s = 0.0
@@ -96,10 +96,8 @@ class RunSummary(Callback):
         """Counts the batch's samples, without reading from the device."""
         if self._num_samples is None or batch is None or (self._has_fillers and trainer.is_filler(batch_idx)):
             return
-        try:
-            self._num_samples += self._count(batch)
-        except ValueError:  # a batch that does not show its number of samples
-            self._num_samples = None
+        size = self._count(batch)  # None for a batch that does not show its number of samples
+        self._num_samples = None if size is None else self._num_samples + size
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stops the clock."""

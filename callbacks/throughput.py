@@ -8,9 +8,10 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
+from polyphase.engine.data.samples import num_samples as samples_of
 from polyphase.engine.devices import wait_for
 
-from ._counts import count_samples, count_tokens
+from ._counts import count_tokens
 from ._interval import IntervalCallback, sum_over_ranks
 
 __all__ = ["ThroughputMonitor"]
@@ -31,7 +32,8 @@ class ThroughputMonitor(IntervalCallback):
 
     Args:
         every_n_steps: optimizer steps between two measurements; None for the trainer's `log_every_n_steps`.
-        num_samples: function from a batch to its number of samples; None for the length of its first tensor.
+        num_samples: function from a batch to its number of samples; None for the rows of its first tensor, or the
+            items of its lists.
         num_tokens: function from a batch to its number of tokens, an int or a 0-d tensor, or None if it has none; by
             default the sum of its ``attention_mask``, else the size of its first integer tensor of 2 dims or more.
     """
@@ -43,7 +45,7 @@ class ThroughputMonitor(IntervalCallback):
         num_tokens: Callable[[Any], int | Tensor | None] | None = None,
     ) -> None:
         super().__init__(every_n_steps)
-        self.count_samples = num_samples or count_samples
+        self.count_samples: Callable[[Any], int | None] = num_samples or samples_of
         self._num_tokens = num_tokens or count_tokens
         self._pauses = 0  # number of nested pauses: a checkpoint may be saved during validation
         self._paused_s = self._batch_ended = 0.0
@@ -71,7 +73,12 @@ class ThroughputMonitor(IntervalCallback):
     ) -> None:
         """Counts the batch without reading from the device, and measures if the interval ends here."""
         if batch is not None:  # Lightning skips a batch that is None
-            self._samples += self.count_samples(batch)
+            if (size := self.count_samples(batch)) is None:
+                raise ValueError(
+                    f"The number of samples of a batch of type {type(batch).__name__} is not known."
+                    " Pass ThroughputMonitor(num_samples=...), a function from a batch to an int."
+                )
+            self._samples += size
             tokens = self._num_tokens(batch)
             if tokens is not None:
                 self._tokens = tokens if self._tokens is None else self._tokens + tokens

@@ -22,9 +22,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from polyphase.callbacks._counts import count_samples
 from polyphase.callbacks._interval import steps_or_none
 from polyphase.callbacks.run_summary import Summarized
+from polyphase.engine.data.samples import num_samples
 from polyphase.engine.devices import capacity_bytes, peak_bytes
 from polyphase.engine.flags import split_launcher
 from polyphase.engine.phases import PHASES
@@ -215,11 +215,8 @@ class Doctor(Summarized):
                 clock.enter(outer)
 
     def _count_samples(self, batch: Any) -> None:
-        if self._samples is not None:
-            try:
-                self._samples += count_samples(batch)
-            except ValueError:  # a batch that does not show its number of samples
-                self._samples = None
+        size = num_samples(batch)  # None for a batch that does not show its number of samples
+        self._samples = None if size is None or self._samples is None else self._samples + size
 
     def _note(self, trainer: Any, *, is_warmup: bool = False, is_last: bool = False) -> None:
         """Ends an interval: one gather, unless it is the warm-up; one line."""

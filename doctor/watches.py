@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
-from polyphase.callbacks._counts import count_samples, num_places
+from polyphase.callbacks._counts import num_places
 from polyphase.callbacks.communication import CommunicationMonitor
 from polyphase.engine.compression import busy_s
+from polyphase.engine.data.samples import num_samples
 from polyphase.engine.devices import memory_stats, module_of, peak_bytes
 from polyphase.engine.distributed.link_rates import MOST_RANKS, all_reduce_rate, receive_rates
 from polyphase.engine.loop.out_of_memory import model_state_bytes
@@ -123,7 +124,7 @@ class Watches:
         if flops is not None:
             self._flops = None
             flops.close()
-            self._samples_counted = _num_samples(batch)
+            self._samples_counted = num_samples(batch)
         self._num_batches += 1
         if batch is not None and not is_filler:
             self._padding.look(batch, self._num_batches)
@@ -235,13 +236,6 @@ class Watches:
     def close(self) -> None:
         """Detaches everything."""
         self._attached.close()
-
-
-def _num_samples(batch: Any) -> int | None:
-    try:
-        return count_samples(batch)
-    except ValueError:  # a batch that does not show its number of samples
-        return None
 
 
 # --- padding of batches

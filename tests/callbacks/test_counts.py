@@ -1,40 +1,7 @@
-from dataclasses import dataclass
-from typing import Any
-
 import pytest
 import torch
 
-from polyphase.callbacks._counts import count_samples, count_tokens
-
-
-@dataclass
-class Pair:
-    name: str
-    x: Any
-
-
-@pytest.mark.parametrize(
-    "batch",
-    [
-        torch.ones(5, 2),
-        [torch.ones(5), torch.ones(7)],
-        ("a name", torch.ones(5)),
-        {"ids": ["a"], "inner": {"x": torch.ones(5, 1)}},
-        Pair("a", torch.ones(5)),
-    ],
-)
-def test_samples_are_the_length_of_the_first_tensor(batch):
-    assert count_samples(batch) == 5
-
-
-def test_a_single_number_is_one_sample():
-    assert count_samples(torch.tensor(3.0)) == 1
-
-
-@pytest.mark.parametrize("batch", [{"a": "text"}, [], 3])
-def test_a_batch_without_tensors_needs_a_function(batch):
-    with pytest.raises(ValueError, match=rf"batch of type {type(batch).__name__}.*num_samples="):
-        count_samples(batch)
+from polyphase.callbacks._counts import count_tokens
 
 
 @pytest.mark.parametrize(
