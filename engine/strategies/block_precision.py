@@ -53,7 +53,7 @@ class BF16Blocks(BlockPrecision):
         """Makes the blocks compute in bfloat16."""
         for block in dict.fromkeys(named_blocks(module)):
             if block not in self._casting:  # else one that an earlier run has wrapped, and others around it
-                self._casting[block] = _Cast(block)
+                self._casting[block] = _Cast(block, self.device)
             self._casting[block].is_on = True
         return module
 
@@ -90,11 +90,13 @@ class _Cast:
 
     Args:
         block: the block whose `forward` it replaces.
+        device_type: ``"cpu"``, ``"cuda"``, ...
     """
 
     is_on = False
 
-    def __init__(self, block: nn.Module) -> None:
+    def __init__(self, block: nn.Module, device_type: str) -> None:
+        self._kind = device_type
         self._block, self._own = block, vars(block).get("forward")
         self._forward: Callable[..., Any] = block.forward
         functools.update_wrapper(self, self._forward, updated=())
@@ -106,13 +108,12 @@ class _Cast:
         Raises:
             RuntimeError: it writes into a parameter.
         """
-        first = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
-        if not self.is_on or first is None or not torch.is_autocast_enabled(first.device.type):
+        if not self.is_on or not torch.is_autocast_enabled(self._kind):
             return self._forward(*args, **kwargs)
         weights = {name: cast_weight(weight) for name, weight in self._weights()}
         args, kwargs = tree_map_only(Tensor, _cast_input, (args, kwargs))
         counts = {} if torch.compiler.is_compiling() else {name: begin_count(weights[name]) for name in weights}
-        with torch.autocast(first.device.type, enabled=False), _reparametrize_module(self._block, weights):
+        with torch.autocast(self._kind, enabled=False), _reparametrize_module(self._block, weights):
             output = self._forward(*args, **kwargs)
         if written := [name for name, count in counts.items() if num_writes(weights[name]) != count]:
             raise RuntimeError(

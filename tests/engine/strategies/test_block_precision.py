@@ -165,7 +165,7 @@ def test_compiled_or_computed_again_it_is_the_same_in_one_graph(kind, monkeypatc
 
 
 class Norms(nn.Module):
-    """Statistics stay in float32; a keyword, a mask of integers and a tied layer."""
+    """Statistics stay in float32; a tuple, a keyword, integers and a tied layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -174,7 +174,8 @@ class Norms(nn.Module):
         self.again.weight = self.up.weight
         self.writes = False
 
-    def forward(self, x, *, scale, places):
+    def forward(self, inputs, *, scale, places):
+        (x,) = inputs
         if self.writes:
             self.up.weight.data.clamp_(-1, 1)
         self.dtypes = x.dtype, scale.dtype, places.dtype, self.up.weight.dtype, self.norm.weight.dtype
@@ -189,7 +190,7 @@ def called(*, writes: bool = False) -> tuple[nn.Module, torch.Tensor]:
     plugin.convert_module(blocks)
     x = torch.randn(4, 32, requires_grad=True)
     with plugin.forward_context():
-        output = blocks[0](x, scale=torch.ones(32), places=torch.arange(4))
+        output = blocks[0]((x,), scale=torch.ones(32), places=torch.arange(4))
     output.float().sum().backward()
     assert x.grad.dtype == blocks[0].up.weight.grad.dtype == torch.float32
     return blocks[0], output
