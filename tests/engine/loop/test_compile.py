@@ -11,8 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from polyphase.engine.strategies.ddp import DDP
 from polyphase.engine.strategies.fsdp.strategy import FSDP
-from polyphase.engine.strategies.options import DDPOptions, FSDPOptions, HSDPOptions, TPOptions
-from polyphase.engine.strategies.tensor import TensorParallel
+from polyphase.engine.strategies.options import DDPOptions, FSDPOptions
 
 from ..eager_graphs import eager_graphs
 from ..tiny import engine
@@ -231,7 +230,6 @@ def graphs(monkeypatch):
 
 MAKE = {"single": lambda: "single", "ddp": lambda: DDP(DDPOptions()), "fsdp": lambda: FSDP(FSDPOptions())}
 """Strategies of one process, with their collectives."""
-MORE = {**MAKE, "hsdp": lambda: FSDP(HSDPOptions()), "tp": lambda: TensorParallel(TPOptions())}
 
 
 class Wide(nn.Module):
@@ -309,7 +307,7 @@ class Graphs(Callback):
 
 
 @pytest.mark.parametrize("kind", ["none", "selective"])
-@pytest.mark.parametrize("make", MORE.values(), ids=MORE)
+@pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
 def test_short_batches_validation_and_resumption_need_no_other_graphs(make, kind, graphs, request, tmp_path):
     request.addfinalizer(lambda: dist.is_initialized() and dist.destroy_process_group())
     rows = DataLoader(data().dataset, batch_size=5)  # the last batch has four
