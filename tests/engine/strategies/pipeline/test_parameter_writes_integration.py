@@ -262,7 +262,7 @@ class Averages(Net):
     ],
 )
 def test_hooks_that_write_between_forward_and_backward_are_refused(strategy, kind, name):
-    written = f"a hook writes into the parameter '{name}' when gradients are zeroed"
+    written = f"a hook writes into the parameter '{name}', or freezes"
     with pytest.raises(Exception, match=f"{written}|`p.data = values` in on_before_backward"):
         fit(kind(), strategy)
 
