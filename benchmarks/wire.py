@@ -43,7 +43,7 @@ from polyphase.models import ByteGPT
 ROUNDS = {"25mbit": 1}
 """Where fewer than three are enough: a step takes seconds, so that little else disturbs it."""
 RATES = ("25mbit", "100mbit", "1gbit", "unlimited")
-ALONE, BENCHED = "compute alone", "polyphase bench-comm"
+ALONE, FORECAST = "compute alone", "polyphase bench-comm"
 _POWERSGD = ("powersgd:2,start=0", "powersgd:4,start=0", "powersgd:4,start=0+fp16")
 OURS = ("plain", "bf16", "fp16", "int8", *_POWERSGD, "topk:0.01", "sign")
 CONTESTANTS = (ALONE, "none", "torch fp16", "torch powersgd:2", "torch powersgd:4", *OURS)
@@ -118,8 +118,8 @@ def measure(name: str) -> Record:
     return record
 
 
-def recommendation(names: list[str]) -> Record:
-    """What `polyphase bench-comm` says of our methods here, by way of `compression="auto"`."""
+def forecast(names: list[str]) -> Record:
+    """What `polyphase bench-comm` says of our methods here, by way of `compression="auto"`, before any is measured."""
     hook = Auto()
     hook.candidates = ["none" if name == "plain" else name for name in names]
     torch.manual_seed(0)
@@ -133,10 +133,10 @@ def recommendation(names: list[str]) -> Record:
         optimizer.step()
         optimizer.zero_grad()
         hook.on_step_end()
-    step_s = {each.compression.replace("none", "plain"): each.step_s for each in hook.measured}
+    step_s = {each.compression.replace("none", "plain"): each.step_s for each in hook.forecasts}
     assert hook.wire is not None
     dist.destroy_process_group(hook.wire.group)
-    return {"contestant": BENCHED, "step_s": step_s, "recommended": hook.chosen.replace("none", "plain")}
+    return {"contestant": FORECAST, "step_s": step_s, "recommended": hook.chosen.replace("none", "plain")}
 
 
 def sent_bytes() -> int:
@@ -148,7 +148,7 @@ def work(rounds: int, only: list[str], output: Path) -> None:
     """Rank 0 writes the records of all rounds."""
     settle()
     dist.init_process_group("gloo")
-    records = [recommendation([name for name in only if name in OURS])]
+    records = [forecast([name for name in only if name in OURS])]
     order = random.Random(0)  # the same on both ranks
     for _ in range(rounds):
         for name in order.sample(only, len(only)):
@@ -167,17 +167,17 @@ def run(rate: str, rounds: int, only: list[str]) -> dict[str, "Result"]:
         output = Path(folder) / "records.json"
         net.torchrun([__file__, "--rounds", str(rounds), "--only", *only, "--to", str(output)])
         records: list[Record] = json.loads(output.read_text())
-    recommended, records = records[0], records[1:]
-    return {name: Result(rate, name, records, recommended) for name in only}
+    forecasts, records = records[0], records[1:]
+    return {name: Result(rate, name, records, forecasts) for name in only}
 
 
 class Result:
     """All rounds of a contestant at one rate."""
 
-    def __init__(self, rate: str, contestant: str, records: list[Record], recommended: Record) -> None:
+    def __init__(self, rate: str, contestant: str, records: list[Record], forecasts: Record) -> None:
         self.rate, self.contestant = rate, contestant
-        self.benched_s: float | None = recommended["step_s"].get(contestant)
-        self.is_recommended = contestant == recommended["recommended"]
+        self.forecast_s: float | None = forecasts["step_s"].get(contestant)
+        self.is_recommended = contestant == forecasts["recommended"]
         records = [record for record in records if record["contestant"] == contestant]
         self.rounds_s = [statistics.median(record["times_s"]) for record in records]
         self.step_s = statistics.median(self.rounds_s)
@@ -193,7 +193,7 @@ class Result:
 Results = dict[str, dict[str, Result]]  # by rate and contestant
 COLUMNS: dict[str, Callable[[Result, dict[str, Result]], str]] = {
     "step, ms": lambda own, _: spread([1e3 * seconds for seconds in own.rounds_s], 1),
-    "by bench-comm, ms": lambda own, _: f"{1e3 * own.benched_s:.1f}" if own.benched_s else "",
+    "forecast, ms": lambda own, _: f"{1e3 * own.forecast_s:.1f}" if own.forecast_s else "",
     "times faster than none": lambda own, found: spread(own.times_faster(found["none"]), 2),
     "sent, MB a step": lambda own, _: f"{own.sent_bytes / 1e6:.3f}",
     "counted, MB a step": lambda own, _: f"{own.counted_bytes / 1e6:.3f}" if own.counted_bytes else "",
@@ -234,7 +234,7 @@ def recommendations(results: Results) -> Table:
                 "ratio": f"{ratio:.2f}; at most 1.1: {'met' if ratio <= 1.1 else 'missed'}",
             }
         )
-    return Table(title="What `polyphase bench-comm` recommends", rows=rows)
+    return Table(title="What `polyphase bench-comm` recommends before any is measured", rows=rows)
 
 
 def judged(rate: str, name: str, found: dict[str, Result]) -> str:

@@ -11,6 +11,7 @@ from .replica_guard import ReplicaError, ReplicaGuard
 from .run_summary import RunSummary
 from .snapshot import Snapshot, default_snapshot
 from .throughput import ThroughputMonitor
+from .trace_profiler import TraceProfiler
 
 if TYPE_CHECKING:
     from polyphase.doctor import Doctor
@@ -27,6 +28,7 @@ __all__ = [
     "RunSummary",
     "Snapshot",
     "ThroughputMonitor",
+    "TraceProfiler",
     "default_progress_bar",
     "default_snapshot",
 ]

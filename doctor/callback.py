@@ -32,7 +32,7 @@ from polyphase.engine.run_info import folder_beside_logs, shown_path
 from polyphase.engine.strategies import adapt
 from polyphase.engine.version import __version__
 
-from .clocks import HostClock, Measured, actions_of, collectives, make_clock, mark_end_of_backward
+from .clocks import HostClock, Measured, actions_of, collectives, make_clock, mark_end_of_backward, shown_steps
 from .figures import Figures
 from .flops import device_name, dtype_of, operator_s, peak_flops_per_s
 from .health import lr_interval_steps, unfused_optimizer
@@ -223,7 +223,7 @@ class Doctor(Summarized):
         clock = self._clock
         assert clock is not None
         measured = clock.take(waits=is_last)
-        self._split_waits(trainer, measured, is_warmup)
+        steps = self._split_waits(trainer, measured, is_warmup)
         self.last = {f"doctor/{phase}": share for phase, share in measured.mean_shares().items()}
         interval = Interval(
             step=self._step,
@@ -232,6 +232,7 @@ class Doctor(Summarized):
             seconds=measured.seconds,
             is_warmup=is_warmup,
             slowest_step_s=self._slowest_step_s,
+            steps=steps,
             by_hook=slowest_hooks(clock.by_hook, {name: -seconds for name, seconds in self._hooks.items()}),
             num_saves=clock.num_saves - self._saves,
             num_batches=self._batches,
@@ -270,16 +271,19 @@ class Doctor(Summarized):
         figures = watches.take(trainer, is_warmup=is_warmup, num_batches=num_batches, num_samples=self._samples)
         return figures | (watches.take_last(trainer) if is_last else {})
 
-    def _split_waits(self, trainer: Any, measured: Measured, is_warmup: bool) -> None:
-        """Separates waits for slower ranks from communication, by one gather."""
+    def _split_waits(self, trainer: Any, measured: Measured, is_warmup: bool) -> list[dict[str, float]]:
+        """Separates waits for slower ranks from communication, by one gather. Returns the steps to show."""
         clock = self._clock
         assert clock is not None
         if not self._may_gather or is_warmup:
             clock.forget_all_steps()
-            return
+            return []
         ranks = trainer.all_ranks
-        num_steps = measured.tell_waits(ranks.all_gather_object((measured.seconds, clock.by_step)), ranks.rank)
-        del clock.by_step[:num_steps]
+        times_of_ranks = ranks.all_gather_object((measured.seconds, clock.by_step, clock.walls()))
+        num_steps = measured.tell_waits([(seconds, by_step) for seconds, by_step, _ in times_of_ranks], ranks.rank)
+        steps = shown_steps(clock, [walls for _, _, walls in times_of_ranks], measured.shortest, self._step)
+        clock.forget_steps(num_steps)
+        return steps
 
     # --- when it is over
 

@@ -6,6 +6,7 @@ that overlaps with computing takes no time. Events are read when the device has 
 """
 
 import dataclasses
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -36,7 +37,15 @@ __all__ = [
     "collectives",
     "make_clock",
     "mark_end_of_backward",
+    "shown_steps",
 ]
+
+_MOST_STEPS = 256
+"""Number of first steps of an interval whose phases are kept until it ends."""
+_MIN_STEPS = 3
+"""Number of steps below which none is reported as the slowest."""
+_SHOWN_S = 5e-7
+"""Seconds of a phase below which it is left out of a shown step: the unit is a microsecond."""
 
 
 @dataclasses.dataclass
@@ -46,6 +55,9 @@ class Measured:
     Args:
         seconds: by phase.
         num_steps: optimizer steps that ended.
+
+    Attributes:
+        shortest: the shortest time that a rank was in collectives in each step, once waits are separated.
     """
 
     seconds: dict[str, float]
@@ -53,6 +65,7 @@ class Measured:
 
     def __post_init__(self) -> None:
         self._by_rank = [self.seconds]
+        self.shortest: list[float] = []
 
     def tell_waits(self, times: Sequence[tuple[dict[str, float], list[float]]], rank: int) -> int:
         """Separates waits for slower ranks from communication, and from the bubble of a pipeline.
@@ -69,6 +82,7 @@ class Measured:
         """
         num_steps = min(len(by_step) for _, by_step in times)
         shortest = [min(step) for step in zip(*(by_step[:num_steps] for _, by_step in times), strict=True)]
+        self.shortest = shortest
         self._by_rank = []
         for seconds, by_step in times:
             waited = sum(max(0.0, spent - least) for spent, least in zip(by_step, shortest, strict=False))
@@ -95,6 +109,9 @@ class HostClock(PhaseClock):
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         super().__init__(now)
         self.by_step: list[float] = []
+        self._at_ends: list[dict[str, float] | None] = []  # the sums at the end of each step, as long as `by_step`
+        self._at_start: dict[str, float] = {}
+        self._at_last: dict[str, float] = {}
         self._taken = self.seconds
         self._num_steps = 0
         self._at_step = 0.0
@@ -106,10 +123,39 @@ class HostClock(PhaseClock):
         exposed = sums.get("communication", 0.0) + sums.get("bubble", 0.0)  # as `exposed_s`, without its calls
         self.by_step.append(exposed - self._at_step)
         self._at_step = exposed
+        self._at_last = sums.copy()
+        self._at_ends.append(self._at_last if len(self._at_ends) < _MOST_STEPS else None)
+
+    @property
+    def num_pending(self) -> int:
+        """Number of steps that have ended on the host, but are not measured yet."""
+        return 0
+
+    def walls(self) -> list[float]:
+        """Returns the wall times of the first steps of `by_step`, at most 256 of them."""
+        sums = [sum(step.values()) for step in (self._at_start, *self._kept())]
+        return [after - before for before, after in itertools.pairwise(sums)]
+
+    def phases_of(self, index: int) -> dict[str, float]:
+        """Returns the seconds by phase of one of the steps that `walls` has."""
+        before, after = [self._at_start, *self._kept()][index : index + 2]
+        seconds = dict.fromkeys(PHASES, 0.0)
+        for activity, sum_s in after.items():
+            seconds[phase_of_activity(activity)] += sum_s - before.get(activity, 0.0)
+        return seconds
+
+    def _kept(self) -> Iterator[dict[str, float]]:
+        return itertools.takewhile(lambda step: step is not None, self._at_ends)  # type: ignore[arg-type]
+
+    def forget_steps(self, num_steps: int) -> None:
+        """Drops the first `num_steps` steps of `by_step`."""
+        if num_steps:
+            self._at_start = self._at_ends[num_steps - 1] or self._at_last
+        del self.by_step[:num_steps], self._at_ends[:num_steps]
 
     def forget_all_steps(self) -> None:
         """Drops all steps that have ended."""
-        self.by_step.clear()
+        HostClock.forget_steps(self, len(self.by_step))
 
     def take(self, waits: bool = False) -> Measured:
         """Returns the measurements since the last call.
@@ -171,6 +217,19 @@ class DeviceClock(HostClock):
         """Called after each optimizer step."""
         self._marks.append((None, None))
 
+    @property
+    def num_pending(self) -> int:
+        """Steps that have ended on the host, and not yet on the device."""
+        return sum(phase is None for phase, _ in self._marks)
+
+    def walls(self) -> list[float]:
+        """Returns the wall times of the first steps of `by_step`, at most 256 of them."""
+        return [sum(step.values()) for step in self._kept()]
+
+    def phases_of(self, index: int) -> dict[str, float]:
+        """Returns the seconds by phase of one of the steps that `walls` has."""
+        return dict(list(self._kept())[index])
+
     def take(self, waits: bool = False) -> Measured:
         """Returns what the device has done since the last call."""
         self._marks.append((self.phase, self._event()))
@@ -186,6 +245,7 @@ class DeviceClock(HostClock):
                     self._num_to_forget -= 1
                 else:
                     self.by_step.append(exposed_s(self._in_step))
+                    self._at_ends.append(self._in_step if len(self._at_ends) < _MOST_STEPS else None)
                 self._in_step = dict.fromkeys(PHASES, 0.0)
                 continue
             took_s = self._last.elapsed_time(event) / 1e3
@@ -199,7 +259,7 @@ class DeviceClock(HostClock):
     def forget_all_steps(self) -> None:
         """Drops all steps that have ended on the host, so that the lists of all ranks continue with the same step."""
         super().forget_all_steps()
-        self._num_to_forget = sum(phase is None for phase, _ in self._marks)
+        self._num_to_forget = self.num_pending
 
     def _num_passed(self) -> int:
         """Returns the number of marks that the device has passed, up to the last event among them."""
@@ -208,6 +268,36 @@ class DeviceClock(HostClock):
             if event is not None and event.query():
                 return number
         return 0
+
+
+def shown_steps(
+    clock: HostClock, walls: Sequence[Sequence[float]], shortest: Sequence[float], last_step: int
+) -> list[dict[str, float]]:
+    """Returns the phases of a median step and of the slowest one, which are the same steps on all ranks.
+
+    Args:
+        clock: this rank's, which has not yet forgotten the steps.
+        walls: for each rank, the result of `walls` of its clock.
+        shortest: see `Measured`.
+        last_step: the number of the last step that has ended on the host.
+
+    Returns:
+        For each of the two steps: its number as ``"step"``, its mean time over the ranks as ``"wall_s"``, and this
+        rank's seconds by phase. An empty list if there are too few steps.
+    """
+    num_steps = min([len(shortest), *map(len, walls)])
+    if num_steps < _MIN_STEPS:
+        return []
+    sums = [sum(by_rank) for by_rank in zip(*(by_step[:num_steps] for by_step in walls), strict=True)]
+    order = sorted(range(num_steps), key=lambda index: sums[index])
+    first_step = last_step - clock.num_pending - len(clock.by_step) + 1
+    shown = []
+    for index in (order[num_steps // 2], order[-1]):
+        seconds = clock.phases_of(index)
+        seconds = tell_wait(seconds, max(0.0, exposed_s(seconds) - shortest[index]))
+        parts = {phase: s for phase, s in seconds.items() if s >= _SHOWN_S}
+        shown.append({"step": first_step + index, "wall_s": sums[index] / len(walls), **parts})
+    return shown
 
 
 def make_clock(device: torch.device) -> HostClock:

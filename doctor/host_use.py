@@ -1,6 +1,7 @@
 """Measures the training thread's CPU time in forward and backward, and the time that it waits there for a CPU."""
 
 import mmap
+import multiprocessing
 import os
 import shutil
 import threading
@@ -127,10 +128,12 @@ class HostFigures:
         """Returns the numbers by the field names of an `Interval`; counts are those since the last call."""
         before, self._last = self._last, _counters()
         cpu_s, received, sent = (now - then for now, then in zip(self._last, before, strict=True))
+        workers = [_rss_bytes(child.pid) for child in multiprocessing.active_children()]
         return {
             "process_cpu_s": cpu_s,
             "received_mb": received / 1e6,
             "sent_mb": sent / 1e6,
+            "workers_mb": sum(workers) / 1e6 if workers else None,
             "num_files": self._process.num_fds() if hasattr(self._process, "num_fds") else None,
             "shm_mb": shutil.disk_usage(_SHM).used / 1e6 if os.path.isdir(_SHM) else None,
         }
@@ -149,3 +152,9 @@ def _counters() -> tuple[float, float, float]:
             if name != "lo":
                 received, sent = received + counts.bytes_recv, sent + counts.bytes_sent
     return time.process_time(), float(received), float(sent)
+
+
+def _rss_bytes(pid: int | None) -> int:
+    with suppress(psutil.Error, TypeError):
+        return psutil.Process(pid).memory_info().rss
+    return 0  # the process has ended meanwhile

@@ -136,6 +136,12 @@ def _by_name(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     return {name: _sum_of_present(first.get(name), second.get(name)) for name in first | second}
 
 
+def _slowest(first: list[dict[str, float]], second: list[dict[str, float]]) -> list[dict[str, float]]:
+    if not first or not second:
+        return first or second
+    return max(first, second, key=lambda steps: steps[-1]["wall_s"])
+
+
 def _common(first: list[str] | None, second: list[str] | None) -> list[str] | None:
     if first is None or second is None:
         return first if second is None else second
@@ -175,6 +181,9 @@ class Interval:
     is_warmup: Annotated[bool, _joined(and_)] = False
     """Whether it has the first steps, in which kernels are chosen and code is compiled; rules ignore it."""
     slowest_step_s: Annotated[float, _joined(max)] = 0.0
+    steps: Annotated[list[dict[str, float]], _joined(_slowest)] = dataclasses.field(default_factory=list)
+    """A median step and the slowest one, the same ones on all ranks: of each its number as ``"step"``, its mean over
+    the ranks as ``"wall_s"``, and this rank's seconds by phase."""
     by_hook: Annotated[dict[str, float], _joined(slowest_hooks)] = dataclasses.field(default_factory=dict)
     num_saves: Annotated[int, _joined(add)] = 0
     num_batches: Annotated[int, _joined(add)] = 0
@@ -234,6 +243,8 @@ class Interval:
     """Received by the interfaces of the host, without its loopback; of all processes."""
     sent_mb: Annotated[float | None, _joined(_sum_of_present)] = None
     """Sent by them."""
+    workers_mb: Annotated[float | None, _joined(_largest)] = None
+    """Resident memory of the processes that the rank has started: workers of its loaders; None without any."""
     num_files: Annotated[int | None, _joined(_largest)] = None
     """Number of the process's open files."""
     shm_mb: Annotated[float | None, _joined(_largest)] = None
@@ -271,7 +282,7 @@ class Interval:
     def line(self) -> str:
         """Returns the interval as JSON without empty fields; seconds have microsecond precision."""
         values = {k: v for k, v in vars(self).items() if v is not None and v != {} and v is not False}
-        values = {k: v for k, v in values.items() if v != [] or k != "links"}
+        values = {k: v for k, v in values.items() if v != [] or k not in ("steps", "links")}
         exact = {k: values[k] for k in _EXACT if k in values}
         return json.dumps({"kind": "interval", **_rounded(values), **exact}, separators=(",", ":"))
 

@@ -25,7 +25,7 @@ from .checkpoint.export import check_target, configuration_of
 from .checkpoint.export import export as write_export
 from .checks import check_arguments, checks_arguments
 from .compression import COMM_HOOKS, make_comm_hook
-from .compression.auto import CommReport, ReportWriter
+from .compression.forecast import NUM_STEPS, ReportWriter, WireReport
 from .config import EngineConfig, field_docs, method_with_arguments_of, with_arguments_of
 from .data.batch_sizes import check_batch_sizes, check_loader
 from .distributed.environment import environment_of_launcher, resolve_sizes
@@ -371,8 +371,8 @@ class Engine(TrainerBase):
         train_dataloaders: Any = None,
         datamodule: LightningDataModule | None = None,
         compressions: list[str] | None = None,
-    ) -> CommReport:
-        """Measures steps of `model` between this engine's ranks under each compression.
+    ) -> WireReport:
+        """Measures the network between this engine's ranks, and forecasts a step of `model` under each compression.
 
         Args:
             model: left as it is; a copy takes a few steps.
@@ -388,31 +388,23 @@ class Engine(TrainerBase):
         """
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "report.json"
-            every_method = ["none", *(name for name in COMM_HOOKS if name != "auto")]
-            candidates = list(compressions or every_method)
-            for flag in candidates:
-                make_comm_hook(flag)  # raises an error that says what is wrong with it
-            auto: Any = make_comm_hook("auto")
-            auto.candidates = candidates
-            flags = {
-                "compression": "auto",
-                "max_steps": auto.num_steps(),
-                "callbacks": [ReportWriter(path)],
-                "resume": None,
-            }
+            flags = {"compression": "auto", "max_steps": NUM_STEPS, "callbacks": [ReportWriter(path)], "resume": None}
             try:
                 engine = type(self)(**{**self.flags, **_A_FEW_STEPS, **_SILENT, **flags})
             except ValueError as error:  # of all these flags, the strategy can refuse only "auto"
                 *names, last = (name for name, row in STRATEGIES.items() if "auto" in row.compressions)
                 raise RefusedError(
-                    f"bench-comm can't compare under strategy {self.config.strategy!r}: choose {', '.join(names)} or"
+                    f"bench-comm can't forecast under strategy {self.config.strategy!r}: choose {', '.join(names)} or"
                     f" {last}."
                 ) from error
+            for flag in compressions or ():
+                make_comm_hook(flag)  # raises an error that says what is wrong with the model
+            every_method = ["none", *(name for name in COMM_HOOKS if name != "auto")]
             engine.is_trial = True
-            engine._parts.comm_hook.candidates = candidates  # type: ignore[union-attr]
+            engine._parts.comm_hook.candidates = list(compressions or every_method)  # type: ignore[union-attr]
             engine.fit(copy.deepcopy(model), train_dataloaders, datamodule=datamodule)
-            report = CommReport.read(path) if engine.is_global_zero else None
-        self.report: CommReport = engine.strategy.broadcast(report)  # type: ignore[assignment]
+            report = WireReport.read(path) if engine.is_global_zero else None
+        self.report: WireReport = engine.strategy.broadcast(report)  # type: ignore[assignment]
         rank_zero_info(str(self.report))
         return self.report
 

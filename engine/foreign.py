@@ -5,11 +5,14 @@ A folder that several people write to may have a pipe, a link or a text with com
 
 import dataclasses
 import errno
+import html
 import os
 import re
 import stat
+import tempfile
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from functools import cache
 from types import NoneType, UnionType
 from typing import IO, Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -28,12 +31,14 @@ __all__ = [
     "Positive",
     "Range",
     "Unlike",
+    "for_html",
     "for_terminal",
     "is_plain_name",
     "open_new",
     "open_plain",
     "problem",
     "read_plain",
+    "written_beside",
 ]
 
 NOT_SHOWN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -92,6 +97,18 @@ def open_new(path: str) -> IO[str]:
     return open(path, "x", encoding="utf-8")
 
 
+@contextmanager
+def written_beside(path: str) -> Iterator[str]:
+    """Has somebody else's function write a local file of ours, by the yielded path, in a folder that only we can use.
+
+    At the end the file gets the name `path`, in place of a file or a link there, which is never followed.
+    """
+    folder, name = os.path.split(path)
+    with tempfile.TemporaryDirectory(prefix=".writing-", dir=folder) as own:
+        yield os.path.join(own, name)
+        os.replace(os.path.join(own, name), path)
+
+
 def for_terminal(text: str, *, has_lines: bool = False) -> str:
     """Returns a text without commands for a terminal: each control is written as Python writes it in a string.
 
@@ -99,6 +116,11 @@ def for_terminal(text: str, *, has_lines: bool = False) -> str:
     """
     shown = NOT_SHOWN.sub(lambda control: control[0].encode("unicode_escape").decode(), text)
     return shown if has_lines else shown.replace("\n", "\\n")
+
+
+def for_html(text: object) -> str:
+    """Returns a text for a page, in which it is neither markup nor a command for a terminal that shows the page."""
+    return html.escape(for_terminal(str(text), has_lines=True))
 
 
 # Checks that a value which was read from a file has a declared type: Python's annotations, with ranges.

@@ -102,7 +102,7 @@ def slow_link(figures: Figures, threshold: float) -> Finding | None:
     else:
         between = " and ".join(dict.fromkeys(hosts))
         subject = f"the link between {' and '.join(f'rank {rank}' for rank in ranks)} ({between})"
-        remedy = f"look at the network between {between}: `polyphase doctor host` measures it"
+        remedy = f"look at the network between {between}: `polyphase bench-comm` measures it"
     share = mean(figures.share("communication", rank) for rank in figures.totals)
     return Finding(
         cause="slow_link",

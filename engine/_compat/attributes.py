@@ -124,6 +124,7 @@ ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
         "_to_copy",
         "_unsafe_view",
     ),
+    "torch.cuda.memory": ("_dump_snapshot", "_record_memory_history"),
     "torch.utils.checkpoint": ("_checkpoint_without_reentrant_generator",),
     "torch.utils.tensorboard:SummaryWriter": ("_get_file_writer",),
     "torch.amp:GradScaler": ("_per_optimizer_states",),

@@ -43,7 +43,8 @@ Train a LightningModule on any number of devices: one flag per strategy, the sam
                    checks that the flags give the result of one process, or names the first tensor
                    that differs
   polyphase bench-comm --strategy ddp --devices 2 [--model ByteGPT --data PythonSource]
-                   measures steps under each --compression, and recommends one
+                   measures the network between the ranks, forecasts a step under each
+                   --compression, recommends one
 
   polyphase init DIR              a small project to start from: module, data, config, test
   polyphase strategies            strategies, precisions and compressions, a line each

@@ -114,7 +114,7 @@ class _CLI(EngineCLI):
         except ValueError as error:
             exit_with(str(error))
         if self.trainer.world_size == 1:
-            exit_with("bench-comm measures what ranks send each other: set --devices 2 or more, or use torchrun.")
+            exit_with("bench-comm measures the network between ranks: set --devices 2 or more, or use torchrun.")
         if self.datamodule is None:
             exit_with("bench-comm needs data to take its steps on: --data NAME or --data package.Class.")
 

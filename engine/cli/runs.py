@@ -30,7 +30,7 @@ RUNS = {
     "test": "runs its test loop",
     "predict": "runs its prediction loop",
     "verify": "checks that flags give the result of one process, or names the first tensor that differs",
-    "bench-comm": "measures steps under each compression, and recommends one",
+    "bench-comm": "measures the network between the ranks, and forecasts a step under each compression",
 }
 """Commands that run a model, with their descriptions."""
 

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from .cast import AllReduceHook
     from .counting_group import Bucket, CountingGroup, ParamSlice, TrafficKey, busy_s, seconds_between
     from .feedback import reshard_residuals
+    from .forecast import Forecast, Link
 
 __all__ = [
     "COMM_HOOKS",
@@ -19,6 +20,8 @@ __all__ = [
     "Bucket",
     "CommHook",
     "CountingGroup",
+    "Forecast",
+    "Link",
     "NonFiniteGradientError",
     "ParamSlice",
     "TrafficKey",
@@ -35,6 +38,8 @@ __getattr__ = import_on_access(
         "Auto": "auto",
         "Bucket": "counting_group",
         "CommHook": "base",
+        "Forecast": "forecast",
+        "Link": "forecast",
         "ParamSlice": "counting_group",
         "NonFiniteGradientError": "base",
         "AllReduceHook": "cast",

@@ -17,16 +17,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..devices import module_of
+from ..devices import module_of, wait_for
 
 __all__ = [
     "Bucket",
     "CountingGroup",
+    "Message",
     "ParamSlice",
+    "SimulatedGroup",
     "TrafficKey",
     "accumulation_dtype",
     "aligned",
     "busy_s",
+    "clock_s",
     "seconds_between",
     "timestamp",
 ]
@@ -250,6 +253,12 @@ def timestamp(device: torch.device) -> Any:
     return event
 
 
+def clock_s(device: torch.device) -> float:
+    """Waits for all launched work and returns the time in seconds."""
+    wait_for(device)
+    return time.perf_counter()
+
+
 def seconds_between(start: Any, end: Any) -> float:
     """Returns the seconds between two timestamps; waits for the device if they are events."""
     if isinstance(start, float):
@@ -275,3 +284,70 @@ def aligned(part: Tensor, dtype: torch.dtype) -> Tensor:
     """Views bytes of a message [rows, n] as `dtype`, on a copy because the columns may not be aligned."""
     numbers = part.clone(memory_format=torch.contiguous_format).view(-1).view(dtype)
     return numbers.view(part.size(0), part.size(1) // dtype.itemsize)
+
+
+@dataclasses.dataclass
+class Message:
+    """A message that a `SimulatedGroup` was asked to send, with its times."""
+
+    collective: str
+    num_bytes: int
+    begun_s: float
+    needed_s: float
+    """Time at which the result was waited for."""
+
+
+class SimulatedGroup(CountingGroup):
+    """Simulates a group of W ranks that all send the same; sends nothing, and records messages and times.
+
+    Attributes:
+        messages: the messages in order.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.group, self.size, self.rank, self._is_gloo = None, size, 0, False
+        self.sent, self.bucket, self.collective_times = Counter(), 0, None
+        self.num_calls = self._num_skipped = 0
+        self.messages: list[Message] = []
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Returns the sum as if all other ranks had zeros."""
+        self._begin("all_reduce", tensor, 2 * (self.size - 1) / self.size)
+        return tensor
+
+    def start_all_gather(self, payload: Tensor) -> Callable[[], Tensor]:
+        """Gathers as if all other ranks had the same payload."""
+        message = self._begin("all_gather", payload, self.size - 1)
+        return lambda: self._needed(message, payload.expand(self.size, -1).contiguous())
+
+    def start_all_to_all(self, payload: Tensor) -> Callable[[], Tensor]:
+        """Exchanges as if all other ranks had the same payload."""
+        message = self._begin("all_to_all", payload, (self.size - 1) / self.size)
+        return lambda: self._needed(message, payload.clone())
+
+    def all_gather_into(self, gathered: Tensor, payload: Tensor, async_op: bool = False) -> None:
+        """Gathers as if all other ranks had the same payload."""
+        message = self._begin("all_gather", payload, self.size - 1)
+        gathered.view(self.size, -1).copy_(payload.expand(self.size, -1))
+        self._needed(message, gathered)
+
+    def reduce_scatter_into(self, shard: Tensor, whole: Tensor, op: Any, async_op: bool = False) -> None:
+        """Writes this rank's part as if all other ranks had zeros."""
+        message = self._begin("reduce_scatter", whole, self.reduce_scatter_share)
+        shard.copy_(whole.view(self.size, -1)[self.rank])
+        self._needed(message, shard)
+
+    def start_broadcast(self, tensor: Tensor, source: int) -> Callable[[], Tensor]:
+        """Leaves the tensor as it is, as if this rank were the source."""
+        message = self._begin("broadcast", tensor, (self.size - 1) / self.size)
+        return lambda: self._needed(message, tensor)
+
+    def _begin(self, collective: str, tensor: Tensor, factor: float) -> Message:
+        self._count(collective, tensor, factor)
+        now = clock_s(tensor.device)
+        self.messages.append(Message(collective, tensor.nbytes, now, now))
+        return self.messages[-1]
+
+    def _needed(self, message: Message, received: Tensor) -> Tensor:
+        message.needed_s = clock_s(received.device)
+        return received

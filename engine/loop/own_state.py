@@ -1,21 +1,33 @@
 """State that each rank makes of its own samples, such as running means: told by name, where ranks have other values.
 
-Looked at are the module's buffers, and the orders that samplers have drawn, of which each rank reads its part. Of
-attributes, globals and callbacks, what ranks train by is found in the first steps: see `split_batch.py`.
+Looked at are the module's buffers, the numbers and tensors in its attributes by which a later step may depend on an
+earlier one, and the orders that samplers have drawn, of which each rank reads its part.
 """
 
+import dis
+import types
 from typing import Any
 
+import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
+from torchmetrics import Metric
 
+from .._compat.torch import tree_leaves
 from ..data.epoch_position import order_of
-from ..distributed.digests import digests, unequal_replicas
 from ..strategies import own_buffers
+from .module_copy import is_data
 
 __all__ = ["OwnState"]
+
+_LIBRARIES = ("torch.", "lightning.", "pytorch_lightning.", "torchmetrics.", "polyphase.")
+_GROWS = ("append", "appendleft", "extend", "clear")
+_OUTSIDE_STEPS = ("on_", "setup", "teardown", "validation_", "test_", "predict_")
+"""The beginnings of the names of hooks, and of steps in which nothing is trained."""
 
 
 class OwnState:
@@ -31,12 +43,14 @@ class OwnState:
         self._trainer: Any = trainer
         self.told: set[str] = set()
         """The names that a warning had in this run."""
+        self._before: dict[str, str] = {}
         self.is_first_step_due = True
         """Whether no step of this run was looked at."""
 
     def begin_run(self) -> None:
         """Begins a run, whose first step is looked at."""
         self.told, self.is_first_step_due = set(), True
+        self._before = _digests(_attributes(self._trainer.lightning_module)) if self._is_compared else {}
 
     def after_first_step(self) -> None:
         """Compares the state after a run's first step."""
@@ -55,23 +69,31 @@ class OwnState:
         trainer, module = self._trainer, self._trainer.lightning_module
         strategy = trainer.engine_strategy
         buffers = {} if strategy.averages_buffers else own_buffers(module)
-        own = digests(buffers.items()).on_host(), _orders(trainer.fit_loop._combined_loader)
-        of_ranks, orders = zip(*trainer.data_ranks.all_gather_object(own), strict=True)
-        samplers = {name for name in set().union(*orders) if len({of_rank.get(name) for of_rank in orders}) > 1}
-        names = [{name for name, _ in unequal_replicas(of_ranks)}, samplers]
+        attributes = _digests(_attributes(module))
+        changed = {name: digest for name, digest in attributes.items() if self._before.get(name) != digest}
+        own = _digests(buffers), changed, _orders(trainer.fit_loop._combined_loader)
+        by_rank = trainer.data_ranks.all_gather_object(own)
+        names = [_unequal(of_ranks) for of_ranks in zip(*by_rank, strict=True)]
         if trainer.data_size != trainer.world_size:  # pipeline stages have different parts
             of_all = trainer.all_ranks.all_gather_object(names)
             names = [set().union(*of_stages) for of_stages in zip(*of_all, strict=True)]
-        of_buffers, of_samplers = (sorted(unequal - self.told) for unequal in names)
-        self.told.update(of_buffers, of_samplers)
+        names[1] = {name for name in names[1] if _decides(module, name)}
+        of_buffers, of_attributes, of_samplers = (sorted(unequal - self.told) for unequal in names)
+        self.told.update(of_buffers, of_attributes, of_samplers)
+        differ = f"Under {strategy!r} the ranks have different values of"
         if of_buffers:
             option = strategy.option_to_average_buffers
             remedy = f", or set {option}, which averages floating-point buffers after each step" if option else ""
             rank_zero_warn(
-                f"Under {strategy!r} the ranks have different values of {', '.join(map(repr, of_buffers))}: the module"
-                " updates these buffers by the samples of its own rank, and rank 0's values are evaluated and saved, so"
-                " the result is not that of one process."
+                f"{differ} {', '.join(map(repr, of_buffers))}: the module updates these buffers by the samples of its"
+                " own rank, and rank 0's values are evaluated and saved, so the result is not that of one process."
                 f" Reduce what they are made of over the ranks in the module (torch.distributed.all_reduce){remedy}."
+            )
+        if of_attributes:
+            rank_zero_warn(
+                f"{differ} {', '.join(map(repr, of_attributes))}: the module keeps in these attributes what it has seen"
+                " of the samples of its own rank, so what it computes with them is not what one process computes."
+                " Reduce what they are made of over the ranks (`self.all_gather(value).mean(0)`)."
             )
         if of_samplers:
             rank_zero_warn(
@@ -80,6 +102,27 @@ class OwnState:
                 " rank has of its own, such as losses, or random numbers of another generator. Make that equal on all"
                 " ranks (`self.all_gather`, a seed), or give the sampler a `torch.Generator`."
             )
+
+
+def _unequal(by_rank: tuple[dict[str, str], ...]) -> set[str]:
+    return {name for name in set().union(*by_rank) if len({of_rank.get(name) for of_rank in by_rank}) > 1}
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    return {
+        f"{path}.{name}" if path else name: value
+        for path, part in module.named_modules()
+        if not isinstance(part, Metric)  # each rank's own until it is computed
+        for name, value in vars(part).items()
+        if name != "training" and is_data(value) and _may_last(value)
+    }
+
+
+def _may_last(value: Any) -> bool:
+    """Whether it is something that steps compute with: a number, or tensors without a graph."""
+    leaves = tree_leaves(value)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    return all(tensor.grad_fn is None for tensor in tensors) and (bool(tensors) or isinstance(value, (int, float)))
 
 
 def _orders(combined: CombinedLoader) -> dict[str, str]:
@@ -91,3 +134,60 @@ def _orders(combined: CombinedLoader) -> dict[str, str]:
         for number, order, latest in drawn
         if latest is not None and order.num_replicas > 1  # otherwise the user gives each rank an order of its own
     }
+
+
+def _digests(values: dict[str, Any]) -> dict[str, str]:
+    """Returns a text for each value: two sums of each tensor, which are read from the device together, and the rest."""
+    leaves = {name: tree_leaves(value) for name, value in values.items()}
+    tensors = [leaf for of_value in leaves.values() for leaf in of_value if _is_summed(leaf)]
+    parts = [tensor.detach().float() for tensor in tensors]
+    sums = [torch.stack([part.sum(), part.square().sum()]) for part in parts]
+    read = iter(torch.stack([s.to(sums[0].device) for s in sums]).tolist() if sums else ())
+    return {
+        name: repr(
+            [next(read) if _is_summed(leaf) else None if isinstance(leaf, Tensor) else leaf for leaf in of_value]
+        )
+        for name, of_value in leaves.items()
+    }
+
+
+def _is_summed(leaf: Any) -> bool:
+    is_plain = isinstance(leaf, Tensor) and not isinstance(leaf, DTensor)
+    return is_plain and not (leaf.is_meta or leaf.is_complex() or leaf.is_sparse)
+
+
+def _decides(module: nn.Module, name: str) -> bool:
+    """Whether a step may depend on what an earlier one has left in an attribute, by the code of the part that has it.
+
+    It does if a method reads the attribute before it writes it, and no other method writes it first: what one leaves
+    for another in the same step, such as an auxiliary loss, is nothing that lasts.
+    """
+    path, _, attribute = name.rpartition(".")
+    reads = writes = False
+    for cls in type(module.get_submodule(path)).__mro__:
+        if f"{cls.__module__}.".startswith(_LIBRARIES):
+            continue
+        for method, function in vars(cls).items():
+            if isinstance(function, types.FunctionType) and not method.startswith(_OUTSIDE_STEPS):
+                first = _first_use(function.__code__, attribute)
+                reads |= first == "LOAD_ATTR"
+                writes |= first == "STORE_ATTR" and not any(word in method for word in ("init", "reset", "clear"))
+    return reads and not writes
+
+
+def _first_use(code: types.CodeType, attribute: str) -> str | None:
+    """Returns the first operation on ``self.attribute``, other than to append to it, also in functions inside."""
+    instructions = [*dis.get_instructions(code)]
+    owner: Any = None
+    for instruction, following in zip(instructions, [*instructions[1:], None], strict=True):
+        grows = following is not None and following.argval in _GROWS
+        is_of_self = instruction.argval == attribute and owner == "self" and not grows
+        if is_of_self and instruction.opname in ("LOAD_ATTR", "STORE_ATTR"):
+            return instruction.opname
+        if instruction.opname.startswith(("LOAD_FAST", "LOAD_DEREF")):  # from Python 3.13 on, it may load two variables
+            names = instruction.argval
+            owner = names[-1] if isinstance(names, tuple) else names
+        else:
+            owner = None
+    inner = (_first_use(constant, attribute) for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return next((use for use in inner if use is not None), None)

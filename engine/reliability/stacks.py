@@ -12,8 +12,10 @@ import json
 import linecache
 import os
 import re
+import shutil
 import signal
 import stat
+import subprocess
 import sys
 import tempfile
 import time
@@ -32,6 +34,7 @@ from .tracebacks import is_installed, package_of
 __all__ = [
     "SIGNAL",
     "Entry",
+    "NativeError",
     "RunningRank",
     "ask",
     "find",
@@ -214,7 +217,7 @@ def _opener(path: str, flags: int) -> int:
 
 
 HELP = """\
-usage: polyphase stacks RUN_DIR [--all-threads] [--all-frames] [--json] [--timeout S]
+usage: polyphase stacks RUN_DIR [--all-threads] [--all-frames] [--native] [--json] [--timeout S]
 
 Says where each rank of a run that is under way is: its phase and step, the collective that it waits
 in, and its Python stack. The run goes on. Ranks with the same stack are shown as one.
@@ -223,6 +226,8 @@ in, and its Python stack. The run goes on. Ranks with the same stack are shown a
                  or a folder of runs, for the one that was started last
   --all-threads  all threads of each rank, not only the one that trains
   --all-frames   those of libraries and of the engine as well
+  --native       frames of C and C++ as well, by py-spy (pip install py-spy), which stops each process
+                 of this host for some milliseconds; ptrace must be allowed
   --json         for programs
   --timeout S    seconds to wait for an answer (default: 5); a rank that doesn't answer is then sent
                  SIGURG, on which it writes its stacks though something keeps Python's lock
@@ -252,7 +257,7 @@ def main(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="polyphase stacks", add_help=False, allow_abbrev=False)
     parser.add_argument("run_dir")
     parser.add_argument("--timeout", default="5")
-    flags = ("--all-threads", "--all-frames", "--json")
+    flags = ("--all-threads", "--all-frames", "--native", "--json")
     for flag in flags:
         parser.add_argument(flag, action="store_true")
     try:
@@ -261,15 +266,18 @@ def main(words: Sequence[str]) -> int:
                 choose("flag of stacks", word.partition("=")[0], (*flags, "--timeout"))
         arguments = parser.parse_args(words)
         timeout_s = _seconds(arguments.timeout)
+        py_spy = _find_py_spy() if arguments.native else None
         entries = find(arguments.run_dir, _running_ranks())
     except ValueError as error:
         print(f"polyphase: error: {error}", file=sys.stderr)
         return 2
     answers = ask(entries, timeout_s)
+    if py_spy is not None:
+        _add_native(answers, entries, py_spy)
     if arguments.json:
         print(json.dumps({rank: _plain(answer) for rank, answer in sorted(answers.items())}, indent=2))
     else:
-        _show(answers, all_threads=arguments.all_threads, all_frames=arguments.all_frames)
+        _show(answers, all_threads=arguments.all_threads, all_frames=arguments.all_frames or arguments.native)
     return int(any(isinstance(answer, _Unanswered) for answer in answers.values()))
 
 
@@ -426,8 +434,80 @@ def _parse_dump(text: str, first: int) -> list[dict[str, Any]]:
     return sorted(threads, key=lambda thread: not thread["runs"])
 
 
+def _add_native(answers: dict[int, Any], entries: Sequence[Entry], py_spy: str) -> None:
+    """Replaces the stacks of this host's ranks by py-spy's."""
+    for entry in entries:
+        rank = entry.rank
+        answer = answers[rank.rank] if isinstance(answers[rank.rank], dict) else {}
+        try:
+            threads = _native_threads(py_spy, rank.pid, rank.thread)
+        except NativeError as error:
+            if answer:
+                answer["note"] = f"without native frames: {error}"
+            continue
+        answers[rank.rank] = {"rank": rank.rank, "host": rank.host, "pid": rank.pid, **answer, "threads": threads}
+
+
 def _plain(answer: dict[str, Any] | _Unanswered) -> dict[str, Any]:
     return {"error": str(answer)} if isinstance(answer, _Unanswered) else answer
+
+
+# --- frames of C and C++, by py-spy
+# Reads C and C++ frames of a process with py-spy, if it is installed.
+
+
+_TIMEOUT_S = 60.0
+"""Time limit of py-spy, which takes seconds to read the symbols of torch's libraries."""
+
+
+class NativeError(RuntimeError):
+    """py-spy could not inspect a process."""
+
+
+def _find_py_spy() -> str:
+    """Returns the path of py-spy.
+
+    Raises:
+        ValueError: it is not installed.
+    """
+    beside = os.path.join(os.path.dirname(sys.executable), "py-spy")
+    path = beside if os.access(beside, os.X_OK) else shutil.which("py-spy")
+    if path is None:
+        raise ValueError("--native needs py-spy, which is not installed: pip install py-spy.")
+    return path
+
+
+def _native_threads(py_spy: str, pid: int, first: int) -> list[dict[str, Any]]:
+    """Returns the stacks of a process's threads, in the form of a rank's own answer.
+
+    Args:
+        py_spy: path of py-spy.
+        pid: id of the process.
+        first: identifier of the thread that runs the rank.
+
+    Raises:
+        NativeError: py-spy is not permitted to inspect the process, or takes too long.
+    """
+    try:
+        command = [py_spy, "dump", "--native", "--json", "--pid", str(pid)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True)
+        threads = json.loads(done.stdout)
+    except subprocess.CalledProcessError as error:
+        output = (error.stderr or "").strip().splitlines()
+        raise NativeError(f"py-spy: {output[-1] if output else f'exit code {error.returncode}'}") from error
+    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+        raise NativeError(f"py-spy: {error}") from error
+    threads = [
+        {
+            "name": thread.get("thread_name") or f"thread {thread['thread_id']:#x}",
+            "runs": thread["thread_id"] == first,
+            "calls": [
+                [f.get("filename") or f.get("module") or "", f.get("line") or 0, f["name"]] for f in thread["frames"]
+            ],
+        }
+        for thread in threads
+    ]
+    return sorted(threads, key=lambda thread: not thread["runs"])
 
 
 # --- stacks as text
@@ -480,7 +560,7 @@ def _describe(answer: Mapping[str, Any]) -> str:
 
 def _stacks(answer: Mapping[str, Any], all_threads: bool, all_frames: bool) -> str:
     threads = answer["threads"]
-    # If the training thread is unknown, all threads are shown.
+    # If the training thread is unknown (py-spy uses other names, or it has ended), all threads are shown.
     shown = threads if all_threads or not any(thread["runs"] for thread in threads) else threads[:1]
     shown_lines = []
     for thread in shown:

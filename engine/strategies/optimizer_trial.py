@@ -7,9 +7,11 @@ parameters of the part must move as in the first copy. The parts are chosen so t
 
 What the trial must not miss, each a way to depend on other parameters now and then:
 - only some parameters matter to each other (of one shape, of one group): all are tried, up to `_MOST_TRIED` of them;
-- only from some step on, or in every k-th step: up to `_MOST_STEPS` steps;
-- only above or below a magnitude: gradients differ by step and parameter, over six orders of magnitude, and in the last
-  two steps one parameter has a gradient that is not finite;
+- only from some step on, or in every k-th step: up to `_MOST_STEPS` steps, and those around `_LATE_STEPS`, to which its
+  counters are set;
+- only above a size: the true shapes, or a second trial with the largest tensors, up to `_LARGEST` values each;
+- only above or below a magnitude: gradients differ by step and parameter, over six orders of magnitude, and in two of
+  the late steps one parameter has a gradient that is not finite;
 - not within `step()`: methods without arguments, such as `eval()` of optimizers that keep averages, are called as well;
 - not by what it reads: an optimizer that moves parameters before it has the closure compute their gradients, as SAM
   does, needs all of them moved.
@@ -25,7 +27,7 @@ import math
 import random
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
 import torch
@@ -41,12 +43,23 @@ _MOST_TRIED = 64
 """Parameters that get gradients; of more, some of each group and number of dims."""
 _FEWEST_STEPS, _MOST_STEPS, _MOST_PARAMETER_STEPS = 16, 64, 1024
 """Steps; how many depends on the parameters, so that a trial takes about half a second on one core."""
+_LATE_STEPS, _NUM_LATE = (100, 1000, 4096, 10_000, 720_720), 5
+"""Steps at which warm-ups have ended, each a multiple of many intervals, and the number of steps around each."""
 _SMALL_MODULE = 2**16
 """Values of a module that is tried in its true shapes for all steps."""
 _SMALL = 16
 """Values of a parameter of any other module; 2 of a dim are enough for a step to be that of a matrix."""
+_MOST_LARGE, _LARGEST, _STEPS_OF_LARGE = 8, 2**18, 2
+"""The trial of sizes: parameters, the values of each (512 x 512, of which an optimizer may need eigenvalues), steps."""
+_MOST_BY_ELEMENTS, _LARGEST_BY_ELEMENTS = 3, 2**22
+"""As above, for an optimizer that multiplies and decomposes no matrices; one step."""
+_OF_MATRICES = ("mm", "bmm", "addmm", "baddbmm", "linalg", "_linalg", "svd", "cholesky", "qr", "inverse", "convolution")
+"""Beginnings of the names of operators that take more than time in proportion to the number of values."""
 _LEFT_OUT = ("step", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 """Attributes of an optimizer that are not copied: a scheduler sets `step`, and hooks are the user's."""
+_NO_COUNTERS = ("params", "defaults", *_LEFT_OUT)
+_MAX_DEPTH = 4
+"""Levels of containers in which counters are looked for: an optimizer, its state, that of a parameter, and a list."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +78,14 @@ class Habits:
     """Whether it begins collectives: ranks step a share of the parameters, and gather the others."""
     not_tried: str = ""
     """Why the optimizer can't be tried; "": it was."""
+
+    def also(self, other: "Habits") -> "Habits":
+        """Returns these habits and those that another trial has shown of reading others."""
+        return dataclasses.replace(
+            self,
+            reads_others=self.reads_others or other.reads_others,
+            moves_first=self.moves_first or other.moves_first,
+        )
 
     @property
     def of_others(self) -> str:
@@ -145,7 +166,24 @@ def _tried(optimizer: Optimizer, make: Callable[..., "_Copy"]) -> Habits:
     shapes = [p.shape if is_small else _cut(p.shape, _SMALL) for p in parameters]
     num_steps = min(max(_MOST_PARAMETER_STEPS // max(len(tried), 1), _FEWEST_STEPS), _MOST_STEPS)
     make = functools.partial(make, optimizer, shapes, ends=(tried[0], tried[-1]))
-    return _compared(make, tried, num_steps)
+    habits = _compared(make, tried, lambda copy: copy.path(num_steps))
+    if not habits.reads_others:
+        with contextlib.suppress(_NothingMovedError):  # it may not be able to step so late
+            habits = habits.also(_compared(make, tried, _Copy.late_path))
+    if is_small or habits.reads_others:
+        return habits
+    largest = sorted(tried, key=lambda index: -parameters[index].numel())[:_MOST_LARGE]
+    for index in largest:
+        shapes[index] = _cut(parameters[index].shape, _LARGEST)
+    operators = _Operators()
+    with operators:
+        habits = habits.also(_compared(make, largest, lambda copy: copy.path(_STEPS_OF_LARGE)))
+    if operators.any_of_matrices or parameters[largest[0]].numel() <= _LARGEST:
+        return habits
+    largest = largest[:_MOST_BY_ELEMENTS]
+    for index in largest:
+        shapes[index] = _cut(parameters[index].shape, _LARGEST_BY_ELEMENTS)
+    return habits.also(_compared(make, largest, lambda copy: copy.path(1)))
 
 
 def _some_of_each_class(optimizer: Optimizer) -> list[int]:
@@ -171,26 +209,26 @@ def _cut(shape: torch.Size, most_values: int) -> torch.Size:
 def _compared(
     make: Callable[[list[int]], "_Copy"],
     tried: list[int],
-    num_steps: int,
+    walk: Callable[["_Copy"], list[list[Tensor]]],
 ) -> Habits:
-    """Compares steps with gradients of all tried parameters with steps that have those of a part; returns the habits.
+    """Compares what `walk` does with all tried parameters with what it does with parts of them; returns the habits.
 
     Args:
         make: makes a copy in which some parameters get gradients.
         tried: indices of the parameters.
-        num_steps: number of steps of each copy.
+        walk: returns the values of all parameters before and after each step of a copy.
 
     Raises:
         _NothingMovedError: all steps have left the parameters as they were, which shows nothing.
     """
     whole = make(tried)
-    path = whole.path(num_steps)
+    path = walk(whole)
     habits = Habits(whole.name, writes_by=whole.writes_by, moves_first=whole.moves_first)
     if all(torch.equal(path[0][index], values[index]) for values in path for index in tried):
         raise _NothingMovedError("no parameter moved in the trial")
     for part in _parts(tried):
         try:
-            path_of_part = make(part).path(num_steps)
+            path_of_part = walk(make(part))
         except Exception:
             return dataclasses.replace(habits, reads_others=True)  # it can't step without the others
         if not all(_moves_alike(path, path_of_part, index) for index in part):
@@ -227,7 +265,7 @@ class _Copy:
         optimizer: stays as it is.
         shapes: the shapes of all parameters, in the order of the groups.
         part: indices of the parameters with gradients; the others have other values than in a copy in which they have.
-        ends: the two parameters whose gradients are not finite in one of the last two steps each.
+        ends: the two parameters whose gradients are not finite in one of the last steps each, if they are in the part.
         in_double: computes in double precision, on the CPU; else in the precision and on the device of the parameters.
         draws_equal: draws the same random numbers for each parameter and step.
     """
@@ -284,12 +322,29 @@ class _Copy:
                 if not self.writes_by and not (_are_equal(path[-1], values[0]) and _are_equal(path[-1], values[1])):
                     self.writes_by = name
                 path += values
-            with contextlib.suppress(Exception):
-                if hasattr(self._optimizer, "train"):
-                    self._optimizer.train()
-                for index in self._ends:
-                    self._not_finite = index
-                    path.append(self._step())
+        return path
+
+    def late_path(self) -> list[list[Tensor]]:
+        """Steps around `_LATE_STEPS`, at last with gradients that are not finite; ends where it can't step.
+
+        Counters are the numbers that a step increases by one.
+        """
+        if hasattr(self._optimizer, "train"):
+            self._optimizer.train()
+        path = [self._values()]
+        with _EqualDraws() if self._draws_equal else contextlib.nullcontext(), contextlib.suppress(Exception):
+            path.append(self._step())  # which may create the state
+            for late in _LATE_STEPS:
+                before = {(id(table), key): number for table, key, number in _numbers(self._optimizer)}
+                path.append(self._step())
+                for table, key, number in list(_numbers(self._optimizer)):
+                    if number - before.get((id(table), key), math.nan) == 1:
+                        table[key] += late - _NUM_LATE // 2 - self.num_steps
+                self.num_steps = late - _NUM_LATE // 2
+                path += [self._step() for _ in range(_NUM_LATE)]
+            for index in self._ends:
+                self._not_finite = index
+                path.append(self._step())
         return path
 
     def _step(self) -> list[Tensor]:
@@ -330,6 +385,21 @@ class _Copy:
                 if index == self._not_finite:
                     p.grad.fill_(torch.inf)
         return torch.ones(())
+
+
+def _numbers(value: Any, depth: int = 0) -> Iterator[tuple[Any, Any, float]]:
+    """Yields the numbers in an optimizer: the container that each lies in, its key there, and the number."""
+    table = vars(value) if isinstance(value, Optimizer) else value
+    if depth > _MAX_DEPTH or not isinstance(table, (MutableMapping, list)):
+        return
+    for key, item in table.items() if isinstance(table, MutableMapping) else enumerate(table):
+        if isinstance(item, Tensor):
+            if item.numel() == 1 and not item.requires_grad and not item.is_complex():
+                yield table, key, float(item)
+        elif type(item) in (int, float):
+            yield table, key, item
+        elif not isinstance(key, str) or key not in _NO_COUNTERS:
+            yield from _numbers(item, depth + 1)
 
 
 def _made(original: Tensor, shape: torch.Size, seed: int, has_gradient: bool, *, in_double: bool) -> nn.Parameter:
@@ -379,6 +449,20 @@ class _NothingMovedError(RuntimeError):
 
 class _CommunicatesError(BaseException):
     """An optimizer begins a collective; not an `Exception`, so that no handler of one takes it for another error."""
+
+
+class _Operators(TorchDispatchMode):
+    """Notes whether any operator is of `_OF_MATRICES`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.any_of_matrices = False
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Called by torch for each operation."""
+        name = operator.__name__
+        self.any_of_matrices |= name.startswith(_OF_MATRICES) and not name.startswith("linalg_vector_norm")
+        return operator(*args, **(kwargs or {}))
 
 
 class _EqualDraws(TorchDispatchMode):

@@ -20,6 +20,7 @@ from polyphase.callbacks import (
     RunSummary,
     Snapshot,
     ThroughputMonitor,
+    TraceProfiler,
 )
 from tests.engine.tiny import Regression, Saves, engine, rows
 
@@ -39,6 +40,7 @@ MAKE: dict[str, Callable[[Path], Callback]] = {
     "RunSummary": lambda folder: RunSummary(),
     "Snapshot": lambda folder: Snapshot(folder / "snapshots", every_n_steps=2, every_minutes=None, keep_last=9),
     "ThroughputMonitor": lambda folder: ThroughputMonitor(every_n_steps=1),
+    "TraceProfiler": lambda folder: TraceProfiler(wait=1, warmup=1, active=1, on_signal=False),
 }
 BARS = ("ConsoleLogger", "ProgressBar")
 

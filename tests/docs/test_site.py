@@ -22,7 +22,7 @@ COMMANDS = [
     if one.command.split()[1] not in ("verify", "bench-comm")
 ]
 SOURCES = [path for name in ("engine", "callbacks", "doctor") for path in (ROOT / name).rglob("*.py")]
-INTERNAL = {"LostRankError", "NeedsOtherRanks", "NoSamplesError", "RetryStep", "RunError", "UnfitError"}
+INTERNAL = {"LostRankError", "NativeError", "NeedsOtherRanks", "NoSamplesError", "RetryStep", "RunError", "UnfitError"}
 """Exceptions that no user sees: they end something within the engine, which catches them."""
 
 

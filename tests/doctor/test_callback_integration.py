@@ -39,6 +39,18 @@ def check_found(noted, cause, *ranks):
     assert {where for _, where in findings} <= {(), ranks}, findings
 
 
+def check_steps(noted):
+    """Of each interval two steps are noted, the same ones on all ranks, in which one computes and the other waits."""
+    by_rank = [[each.steps for each in noted.intervals[rank] if not each.is_warmup] for rank in range(2)]
+    assert [[step["step"] for step in steps] for steps in by_rank[0]] == [[s["step"] for s in o] for o in by_rank[1]]
+    assert any(by_rank[0])
+    for steps in zip(*by_rank, strict=True):
+        for waits, is_slow in zip(*steps, strict=True):
+            assert waits["wall_s"] == is_slow["wall_s"] > FAULT_S
+            assert is_slow["compute"] > FAULT_S
+    assert sum(steps[-1].get("waiting", 0.0) for steps in by_rank[0] if steps) > FAULT_S / 2
+
+
 SYNCHRONOUS = ["ddp_fork", "zero1_fork", "fsdp_fork", "local_sgd_fork:sync_every=2", "ps_fork"]
 
 
@@ -50,6 +62,8 @@ def test_slow_rank(tmp_path, strategy):
     waited = [sum(interval.seconds["waiting"] for interval in noted.intervals[rank]) for rank in range(2)]
     assert waited[0] > 5 * waited[1]
     assert waited[0] > STEPS * FAULT_S / 2
+    if strategy != "ps_fork":  # where ranks are not in step
+        check_steps(noted)
 
 
 @pytest.mark.parametrize("strategy", [*SYNCHRONOUS[1::2], *nightly(*SYNCHRONOUS[::2])])

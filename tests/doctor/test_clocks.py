@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from polyphase.doctor.clocks import DeviceClock, HostClock, Measured, make_clock
+from polyphase.doctor.clocks import DeviceClock, HostClock, Measured, make_clock, shown_steps
 from polyphase.engine.phases import PHASES
 
 
@@ -41,8 +41,46 @@ def test_a_host_gives_each_step_its_communication():
     measured = clock.take()
     assert measured.num_steps == 3
     assert clock.take().num_steps == 0
+    clock.forget_steps(2)
+    assert len(clock.by_step) == 1
     clock.forget_all_steps()
     assert clock.by_step == []
+
+
+def test_steps_that_are_shown_are_the_same_on_all_ranks():
+    now = iter(range(1000))
+    clock = HostClock(lambda: float(next(now)))
+    for length in (2, 1, 4, 1, 3):
+        clock.enter("compute")
+        for _ in range(length):
+            clock.enter("communication")
+            clock.enter("compute")
+        clock.end_step()
+    walls = clock.walls()
+    assert walls == [5.0, 3.0, 9.0, 3.0, 7.0], "but for what is under way, which the next step has"
+    others = [0.0, 0.0, 0.0, 50.0, 7.0]  # there the fourth one is the slowest by far
+    median, slowest = shown_steps(clock, [walls, others], clock.by_step, last_step=25)
+    assert (median["step"], median["wall_s"]) == (23, 4.5)
+    assert (slowest["step"], slowest["wall_s"]) == (24, 26.5)
+    shortest = [0.0, 0.0, 1.5, 0.0, 0.0]  # another rank has waited less in the third one
+    (median, _) = shown_steps(clock, [walls, others], shortest, last_step=25)
+    assert median == {"step": 23, "wall_s": 4.5, "compute": 5.0, "communication": 1.5, "waiting": 2.5}
+    clock.forget_steps(4)
+    assert (clock.walls(), clock.phases_of(0)["communication"]) == ([7.0], 3.0)
+    assert shown_steps(clock, [clock.walls(), others], shortest, last_step=25) == [], "too few"
+
+
+def test_the_steps_of_a_long_interval_are_not_all_kept():
+    clock = HostClock()
+    for _ in range(300):
+        clock.end_step()
+    assert len(clock.walls()) == 256
+    clock.forget_steps(298)
+    assert clock.walls() == []
+    clock.forget_steps(2)
+    clock.end_step()
+    assert len(clock.walls()) == 1
+    assert sum(clock.phases_of(0).values()) == clock.walls()[0] == 0.0
 
 
 def test_a_cpu_has_the_hosts_clock():
@@ -100,6 +138,7 @@ def test_a_device_is_read_as_far_as_it_is(clock):
     Event.passed = 3.0  # two steps
     first = clock.take()
     assert (first.num_steps, clock.by_step) == (2, [0.5, 0.5])
+    assert (clock.walls(), clock.num_pending, clock.phases_of(1)["compute"]) == ([1.5, 1.5], 1, 1.0)
     assert sum(first.seconds.values()) == 3.0
     Event.passed = float("inf")
     second = clock.take()

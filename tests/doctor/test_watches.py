@@ -1,5 +1,6 @@
 """The watches of `Doctor` on swap and on the device's clock, by what the system tells them."""
 
+import multiprocessing
 import os
 import resource
 import tempfile
@@ -37,10 +38,15 @@ def test_what_a_rank_takes_of_its_host():
     first = figures.take()
     assert first["process_cpu_s"] >= 0.05
     assert min(first["received_mb"], first["sent_mb"]) >= 0.0
+    worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(30,))
+    worker.start()
     with tempfile.NamedTemporaryFile(dir="/dev/shm") as shared, open(os.devnull):
         shared.write(bytes(8_000_000))
         shared.flush()
         second = figures.take()
+    worker.kill()
+    worker.join()
+    assert second["workers_mb"] >= (first["workers_mb"] or 0.0) + 5
     assert second["num_files"] >= first["num_files"] + 2
     assert second["shm_mb"] - first["shm_mb"] > 6
     assert second["shm_mb"] < shm_capacity_mb()

@@ -117,11 +117,8 @@ def test_expanding_twice_changes_nothing():
         (["fit", *GPT, "--devices", "some"], "devices='some': a number, 'auto' or a list of indices"),
         (["verify", *GPT, "--steps", "0"], "steps must be a whole number of at least 1"),
         (["verify", "--model", "ByteGPT", "--accelerator", "cpu"], "verify needs data"),
-        (["bench-comm", "--devices", "1", "--accelerator", "cpu"], "bench-comm measures what ranks send"),
-        (
-            ["bench-comm", *GPT, "--devices", "2", "--strategy", "fsdp"],
-            "can't compare under strategy 'fsdp'",
-        ),
+        (["bench-comm", "--devices", "1", "--accelerator", "cpu"], "bench-comm measures the network between"),
+        (["bench-comm", *GPT, "--devices", "2", "--strategy", "fsdp"], "can't forecast under strategy 'fsdp': choose"),
         (["verify", *GPT, "--devices", "8", "--strategy", "pp:pipeline_size=8"], "ByteGPT can't be cut into 8 stages"),
         (["fit", *GPT, "--devices", "2", "--num_nodes", "2"], "`polyphase launch --nnodes 2`"),
         (["fit", *GPT, "--devices", "1", "--resume", "atuo"], "Checkpoint file not found: "),
@@ -241,12 +238,12 @@ def test_bench_comm_brings_a_model_unless_one_is_named(word, is_named):
     assert bool(NAMES_MODEL.fullmatch(word)) == is_named
 
 
-def test_bench_comm_measures_and_recommends():
+def test_wire_measures_forecasts_and_recommends():
     flags = ["--strategy", "ddp", "--devices", "2", "--accelerator", "cpu", "--compressions", "[none,sign]"]
     finished = run_command([*MODULE, "bench-comm", *flags])
     assert finished.returncode == 0, finished.output
     assert "compression='auto' uses '" in finished.output
-    for line in (r"between 2 ranks +step +times none", r"none .* 1\.000 ", r"sign .* MB"):
+    for line in (r"between 2 ranks +latency +bandwidth", r"all_reduce +[\d.]+ ms", r"none .* 1\.000 ", r"sign .* MB"):
         assert re.search(line, finished.output), line
     assert re.search(r"recommended: compression='(none|sign)'", finished.output)
 

@@ -189,8 +189,8 @@ def test_barebones_runs():
 
 
 @pytest.mark.parametrize("strategy", ["fsdp_fork", "local_sgd_fork"])
-def test_bench_comm_names_the_strategies_that_have_each_compression(strategy):
-    message = f"bench-comm can't compare under strategy '{strategy}': choose ddp, zero1 or hsdp"
+def test_bench_comm_names_the_strategies_that_it_can_forecast_under(strategy):
+    message = f"bench-comm can't forecast under strategy '{strategy}': choose ddp, zero1 or hsdp"
     with pytest.raises(RefusedError, match=message):
         engine(strategy=strategy, devices=2).bench_comm(Regression(), rows())
 

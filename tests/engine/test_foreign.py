@@ -2,10 +2,11 @@
 
 import os
 import re
+from pathlib import Path
 
 import pytest
 
-from polyphase.engine.foreign import NotAPlainFileError, for_terminal, open_new, open_plain
+from polyphase.engine.foreign import NotAPlainFileError, for_html, for_terminal, open_new, open_plain, written_beside
 
 
 def test_only_regular_files_are_opened(tmp_path):
@@ -27,7 +28,12 @@ def test_a_link_in_the_place_of_a_new_file_is_not_followed(tmp_path):
     assert (tmp_path / "target").read_text() == "mine"
     assert (tmp_path / "new").read_text() == "ours"
     assert not (tmp_path / "new").is_symlink()
-    assert sorted(os.listdir(tmp_path)) == ["new", "target"]
+    os.symlink("target", tmp_path / "of another writer")
+    with written_beside(str(tmp_path / "of another writer")) as beside:
+        Path(beside).write_text("ours")
+    assert (tmp_path / "target").read_text() == "mine"
+    assert (tmp_path / "of another writer").read_text() == "ours"
+    assert sorted(os.listdir(tmp_path)) == ["new", "of another writer", "target"]
 
 
 @pytest.mark.parametrize("control", ["\x1b]0;t\x07", "\x9b31m", "\u202e", "\r", "\udc80"])
@@ -36,3 +42,4 @@ def test_a_text_commands_nothing(control):
     assert re.fullmatch(r"a[ -~]+b\n\tc", shown)
     assert for_terminal(shown, has_lines=True) == shown
     assert for_terminal(f"a{control}b\n\tc") == shown.replace("\n", "\\n")
+    assert for_html(f"<b>{control}") == f"&lt;b&gt;{for_terminal(control)}"

@@ -191,7 +191,7 @@ def test_ranks_with_one_stack_are_shown_once():
     ("words", "match"),
     [
         (["/nowhere"], "no run that is under way"),
-        ([".", "--all-thread"], "--all-threads"),
+        ([".", "--nativ"], "--native"),
         ([".", "--timeout", "soon"], "--timeout must be a number of seconds above 0, but got 'soon'"),
     ],
 )
@@ -201,3 +201,12 @@ def test_errors(place, words, match, monkeypatch, capsys):
         main()
     assert ended.value.code == 2
     assert match in capsys.readouterr().err
+
+
+def test_native_frames_need_py_spy(place, monkeypatch, capsys):
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr("sys.executable", "/nowhere/python")
+    monkeypatch.setattr("sys.argv", ["polyphase", "stacks", ".", "--native"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "--native needs py-spy, which is not installed: pip install py-spy." in capsys.readouterr().err

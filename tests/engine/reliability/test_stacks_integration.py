@@ -5,11 +5,13 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
@@ -18,7 +20,7 @@ from torch.utils.data import DataLoader
 from polyphase.engine.reliability.heartbeat import Heartbeat
 from polyphase.engine.reliability.rendezvous import RankRegistry, connect
 from polyphase.engine.reliability.stack_answers import StackAnswers
-from polyphase.engine.reliability.stacks import _running_ranks, ask
+from polyphase.engine.reliability.stacks import NativeError, _find_py_spy, _native_threads, _running_ranks, ask
 from tests.distributed import run_command, run_ranks
 from tests.engine.tiny import as_rank, engine
 
@@ -124,6 +126,25 @@ def test_a_rank_that_is_stopped_is_named():
     assert code == 1
     assert "rank 1: no stacks: process" in text
     assert "is stopped (SIGSTOP, or a debugger): kill -CONT" in text
+
+
+def test_native_frames_by_py_spy():
+    child = subprocess.Popen([sys.executable, "-c", "import time\ndef waits():\n  time.sleep(60)\nwaits()"])
+    try:
+        time.sleep(2)
+        try:
+            threads = _native_threads(_find_py_spy(), child.pid, 0)
+        except NativeError as error:
+            assert "ermission" in str(error)  # noqa: PT017 - ptrace is not allowed here, and py-spy says so
+        else:
+            names = [call[2] for call in threads[0]["calls"]]
+            assert "waits" in names
+            assert any(call[0].rpartition("/")[2].startswith(("libc", "python")) for call in threads[0]["calls"])
+    finally:
+        child.kill()
+        child.wait()
+    with pytest.raises(NativeError, match="py-spy:"):
+        _native_threads(_find_py_spy(), child.pid, 0)
 
 
 class _Counters:

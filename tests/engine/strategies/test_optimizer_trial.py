@@ -153,6 +153,11 @@ class NormFromStep30(Scaled):
         return 1.0 if self.num_steps < 30 else 1 / self.norm()
 
 
+class NormOfLargeOnes(Scaled):
+    def scale(self, group, p):
+        return 1.0 if p.numel() <= 3000 else 1 / self.norm(lambda p: p.numel() > 3000)
+
+
 class ClipsSeldom(Scaled):
     def scale(self, group, p):
         return min(1.0, 200.0 / float(self.norm()))
@@ -187,6 +192,41 @@ def three_groups(width):
     return [{"params": parameters[:2][::-1]}, {"params": parameters[2:4]}, {"params": parameters[4:]}]
 
 
+READERS = (NormOfMatrices, NormInTheLastGroup, NormFromStep30, NormOfLargeOnes, ClipsSeldom)
+READERS += (ByTheNumberOfGradients, ByTheValuesOfOthers, InPairs, BeginsAtZero)
+
+
+@pytest.mark.parametrize("width", [8, 300])
+@pytest.mark.parametrize("make", READERS)
+def test_what_reads_other_parameters_now_and_then_is_seen(make, width):
+    if (make, width) == (NormOfLargeOnes, 8):
+        width = 60
+    assert "steps a parameter by what it knows of others too" in habits_of(make(three_groups(width))).of_others
+
+
+class NormAfterWarmUp(Scaled):
+    """Counts in its own attribute, long after any trial of single steps has ended."""
+
+    def scale(self, group, p):
+        return 1.0 if self.num_steps < 5000 else 1 / self.norm()
+
+
+class NormAtIntervals(Scaled):
+    """Counts in a tensor of each parameter's state, as Adam does."""
+
+    def scale(self, group, p):
+        count = self.state[p].setdefault("step", torch.zeros(()))
+        count += 1
+        return 1.0 if count % 500 else 1 / self.norm()
+
+
+class NormByGroupCount(Scaled):
+    def scale(self, group, p):
+        if p is group["params"][0]:
+            group["count"] = group.get("count", 0) + 1
+        return 1.0 if group["count"] < 200 else 1 / self.norm()
+
+
 class SkipsWhatIsNotFinite(Scaled):
     def scale(self, group, p):
         return 1.0 if self.norm().isfinite() else 0.0
@@ -204,14 +244,22 @@ class NormOfMarkedOnes(Scaled):
         return 1 / self.norm(lambda p: hasattr(p, "is_last")) if hasattr(p, "is_last") else 1.0
 
 
-READERS = (NormOfMatrices, NormInTheLastGroup, NormFromStep30, ClipsSeldom, ByTheNumberOfGradients)
-READERS += (ByTheValuesOfOthers, InPairs, BeginsAtZero, SkipsWhatIsNotFinite, NormOfMarkedOnes)
+LATE_READERS = (NormAfterWarmUp, NormAtIntervals, NormByGroupCount, SkipsWhatIsNotFinite, NormOfMarkedOnes)
 
 
 @pytest.mark.parametrize("width", [8, 300])
-@pytest.mark.parametrize("make", READERS)
-def test_what_reads_other_parameters_now_and_then_is_seen(make, width):
+@pytest.mark.parametrize("make", LATE_READERS)
+def test_what_reads_others_late_or_by_what_parameters_are_is_seen(make, width):
     assert "steps a parameter by what it knows of others too" in habits_of(make(three_groups(width))).of_others
+
+
+class NormOfVeryLargeOnes(Scaled):
+    def scale(self, group, p):
+        return 1.0 if p.numel() <= 10**6 else 1 / self.norm(lambda p: p.numel() > 10**6)
+
+
+def test_what_reads_others_of_a_million_values_is_seen():
+    assert "by what it knows of others too" in habits_of(NormOfVeryLargeOnes(three_groups(1100))).of_others
 
 
 class Extrapolates(Scaled):

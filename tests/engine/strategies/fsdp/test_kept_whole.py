@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from polyphase.engine.compression.counting_group import SimulatedGroup
 from polyphase.engine.strategies.fsdp.comm import KeptWhole, kept_whole, refuse_fused
 
 
@@ -26,27 +27,17 @@ def test_they_are_those_that_cannot_be_cut():
     assert set(kept_whole(module, {*module.blocks, module.exact})) == {"blocks.0.warmth"}  # and no warning
 
 
-class _Zeros:
-    """Two ranks, of which the other one has zeros."""
-
-    size, num_calls = 2, 0
-
-    def all_reduce(self, tensor):
-        self.num_calls += 1
-        return tensor
-
-
 def test_a_gradient_is_averaged_when_it_is_complete_and_not_before():
     first, frozen = nn.Parameter(torch.tensor(1.0)), nn.Parameter(torch.tensor(1.0), requires_grad=False)
-    wire = _Zeros()
+    wire = SimulatedGroup(2)  # as if the other rank had zeros
     whole = KeptWhole({"first": first, "frozen": frozen}, wire, None)
     assert not frozen.requires_grad
     whole.is_held = True
     (3 * first).backward()
-    assert (first.grad.item(), wire.num_calls) == (3, 0)
+    assert (first.grad.item(), len(wire.messages)) == (3, 0)
     whole.is_held = False
     (3 * first).backward()
-    assert (first.grad.item(), wire.num_calls) == (3, 1)
+    assert (first.grad.item(), len(wire.messages)) == (3, 1)
     frozen.requires_grad_(True)  # as a callback does that unfreezes layers
     (4 * frozen).backward()
     assert frozen.grad.item() == 2
