@@ -305,11 +305,9 @@ class _MicroBatch(Closure):  # Lightning: it raises an error if the optimizer ha
     def _forward_and_backward(self) -> ClosureResult:
         # Lightning: Closure.closure
         optimization, trainer = self._optimization, self._hooks.trainer
+        zero_grad = self._zero_grad_between_passes if optimization.has_between_passes else self._zero_grad
         if optimization.runs_own_schedule and not optimization._skip_backward:
-            if optimization.has_between_passes:
-                self._zero_grad_between_passes(trainer)
-            else:
-                self._zero_grad(trainer)
+            zero_grad(trainer)
             return optimization.run_schedule(self._hooks, self._arguments, self._batch_idx, self.ends_window)
         output = self._shortcuts.training_step(*self._arguments)
         result = optimization.weighted_result(output, self._batch_idx)
@@ -319,10 +317,7 @@ class _MicroBatch(Closure):  # Lightning: it raises an error if the optimizer ha
             )
         if optimization._skip_backward:  # stochastic weight averaging runs a pass without gradients
             return result
-        if optimization.has_between_passes:
-            self._zero_grad_between_passes(trainer)
-        else:
-            self._zero_grad(trainer)
+        zero_grad(trainer)
         if result.closure_loss is not None:
             self._hooks.in_hook("backward", self._shortcuts.backward, result.closure_loss, self._optimizers[0])
             if self.ends_window:
