@@ -496,7 +496,7 @@ class FirstSteps:
         reason = next((problem for problem, _ in of_ranks if problem is not None), None)
         if reason is not None or copy is None:
             return reason, None
-        undo = snapshot_outside(copy)
+        undo = snapshot_outside(copy, trainer.lightning_module)
         micro_batches = [micro_batch for step in self._steps for micro_batch in step.micro_batches]
         kept = [of_rank for _, of_rank in of_ranks]
         try:
@@ -576,8 +576,8 @@ class FirstSteps:
         joins_batches = not module.automatic_optimization or shares_statistics
         steps = list(zip(*ranks, strict=True))
         # The copy shares what is outside of it with the run, such as a count on a class: it begins as the run has, and
-        # leaves it as the run has left it.
-        undo, begin = snapshot_outside(module), self._put_outside or (lambda: None)
+        # leaves it as the run has left it; so does what hooks of the run alone reach, which are newer than the copy.
+        undo, begin = snapshot_outside(module, trainer.lightning_module), self._put_outside or (lambda: None)
         begin()
         replay = Replay(module, trainer, strategy.root_device, joins_batches, draws_same_numbers)
         try:

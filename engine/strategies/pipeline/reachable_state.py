@@ -213,21 +213,24 @@ def _touched(value: Any) -> Any:
     return id(value), [(name, id(item)) for name, item in getattr(value, "__dict__", {}).items()]
 
 
-def snapshot_outside(module: nn.Module) -> Callable[[], None]:
-    """Returns a function that puts back what the module's code can reach outside of modules.
+def snapshot_outside(*modules: nn.Module) -> Callable[[], None]:
+    """Returns a function that puts back what the modules' code can reach outside of modules.
 
     That is what a step of a copy shares with the module that it is a copy of: attributes of classes, globals, variables
     of functions, with their containers, generators, and tensors and arrays that are no data.
     """
-    tables = named_tables(module)
-    walk = Walk(frozenset(map(id, module.modules())))
-    walk.marks_in(tables)
-    put_names = _names_kept(tables)
+    walk = Walk(frozenset(id(part) for module in modules for part in module.modules()))
+    put_names = []
+    for module in modules:
+        tables = named_tables(module)
+        walk.marks_in(tables)
+        put_names.append(_names_kept(tables))
     contents = [(container, _content_of(container)) for container in walk.containers]
     restore = [keep for value in walk.seen if (keep := _kept_state(value)) is not None]
 
     def undo() -> None:
-        put_names()
+        for put in put_names:
+            put()
         for container, content in contents:
             _refill(container, content)
         for put in restore:

@@ -188,6 +188,26 @@ def test_what_hooks_change_between_steps_is_no_difference(make, callbacks):
     fit(NORMS._replace(make=make), "fsdp_fork", True, callbacks)
 
 
+class CountsBackwards(Callback):
+    """Counts by a hook that the copy of the module, which is older, does not have."""
+
+    num_calls = 0
+
+    def on_fit_start(self, trainer, pl_module):
+        def count(*_):
+            self.num_calls += 1
+
+        pl_module.blocks[0].register_full_backward_hook(count)
+
+    def on_train_end(self, trainer, pl_module):
+        assert self.num_calls == trainer.global_step > 2
+
+
+@pytest.mark.parametrize("strategy", ["ddp_fork", *nightly("fsdp_fork", "zero1_fork", "tp_fork")])
+def test_what_hooks_of_the_run_alone_count_stays(strategy):
+    fit(unusual.MODELS["memory"]._replace(make=unusual.Blocks), strategy, "auto", [CountsBackwards()])
+
+
 class NoiseInHooks(unusual.Blocks):
     """Adds noise to gradients and weights, and writes into weights between forward and backward."""
 
