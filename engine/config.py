@@ -95,9 +95,8 @@ class EngineConfig:
     num_nodes: int = field(default=1, metadata=_about(_HOW, "2", least=1))
     """Number of nodes (machines)."""
     precision: PrecisionName | None = field(default=None, metadata=_about(_HOW, "bf16-mixed"))
-    """Number format: ``"32-true"``, ``"bf16-mixed"``, ``"16-mixed"``, ``"bf16-true"``, ``"16-true"`` or ``"64-true"``,
-    on every device and under every strategy; ``"bf16-blocks"``, ``"float8"`` or ``"float8-rowwise"``, under some. None:
-    ``"32-true"``."""
+    """Number format: ``"32-true"`` (None), ``"bf16-mixed"``, ``"16-mixed"``, ``"bf16-true"``, ``"16-true"`` or
+    ``"64-true"``; under some strategies ``"bf16-blocks"``, ``"float8"`` or ``"float8-rowwise"``, too."""
     compression: CompressionName | str = field(default="none", metadata=_about(_HOW, "bf16"))
     """How gradients are sent: see `polyphase strategies`. ``"none"``, ``"bf16"``, ``"int8"``, ``"powersgd:4"``,
     ``"topk:0.01"``, ``"sign"``, ``"powersgd:4+fp16"``, ... ``"auto"``: the fastest one, measured in the first steps."""

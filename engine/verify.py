@@ -33,8 +33,8 @@ class Certificate:
     tolerance: float
     """The largest difference that counts as equal."""
     rounding: tuple[float, ...] = ()
-    """What is added to the tolerance after each optimizer step, where Muon rounds to bfloat16: 2^-8 of its longest
-    steps so far."""
+    """The number that is added to the tolerance after each optimizer step, where Muon rounds to bfloat16: 2^-8 of its
+    longest steps so far."""
     step: int | None = None
     """The first step after which a tensor differs by more; None if none does."""
     tensor: str | None = None

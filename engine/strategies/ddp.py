@@ -196,9 +196,10 @@ class DDP(DistributedStrategy, CommHookMixin, DDPStrategy):
         if "finished reduction in the prior iteration" in str(error) and numbers:
             assert self.lightning_module is not None
             # `toggle_optimizer` may have frozen some parameters temporarily.
-            parameters = zip(self.lightning_module.named_parameters(), self._requires_grad, strict=True)
-            names = [name for (name, _), is_trained in parameters if is_trained]
-            error.args = (self._unused_message([names[int(number)] for number in numbers[1].split()]),)
+            trained = [p for p, is_trained in zip(self._parameters, self._requires_grad, strict=True) if is_trained]
+            names = {id(p): name for name, p in self.lightning_module.named_parameters()}
+            unused = [names[id(trained[int(number)])] for number in numbers[1].split()]
+            error.args = (self._unused_message(unused),)
 
     def _wrap_again(self) -> None:
         assert isinstance(self.model, DistributedDataParallel)
@@ -249,8 +250,8 @@ class DDP(DistributedStrategy, CommHookMixin, DDPStrategy):
         else:
             self._checks_unused = False
             # An optimizer that steps within backward, by a hook, has dropped the gradient already.
-            named = zip(self.lightning_module.named_parameters(), self._requires_grad, strict=True)
-            trained = ((name, p) for (name, p), was_trained in named if was_trained and p.requires_grad)
+            were_frozen = {id(p) for p, was in zip(self._parameters, self._requires_grad, strict=True) if not was}
+            trained = [(n, p) for n, p in self._trained_parameters() if id(p) not in were_frozen]
             unused = [n for n, p in trained if p.grad is None and not p._post_accumulate_grad_hooks]
             if unused:
                 raise RuntimeError(self._unused_message(unused))

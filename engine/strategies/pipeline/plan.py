@@ -481,7 +481,9 @@ def _makes_parameter() -> bool:
 
 
 def _dispatches(frame: types.FrameType) -> bool:
-    return frame.f_code.co_filename.startswith(_DISPATCH_FILES)
+    """Whether a frame passes a call on for another one: torch's, or a mode's of the user's that counts calls, say."""
+    code = frame.f_code
+    return code.co_filename.startswith(_DISPATCH_FILES) or code.co_name == "__torch_function__"
 
 
 def _may_know_gradient() -> bool:

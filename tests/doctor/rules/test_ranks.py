@@ -82,7 +82,7 @@ def test_a_stage_with_a_busy_neighbour_is_not_unequal():
         ("ddp", "compression="),
         ("fsdp", "bf16-mixed"),
         ("tp", "fewer ranks along tp"),
-        ("local_sgd", "local_sgd:sync_every"),
+        ("local_sgd", "local_sgd:overlap_steps"),
     ],
 )
 def test_exposed_communication(strategy, remedy):

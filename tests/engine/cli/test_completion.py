@@ -34,7 +34,7 @@ def test_other_shells_and_spellings(words, capsys):
         ("polyphase stra", "strategies"),
         ("polyphase fit --stra", "--strategy"),
         ("polyphase fit --strategy hs", "hsdp hsdp+tp hsdp+cp"),
-        ("polyphase fit --precision bf", "bf16-mixed bf16-true"),
+        ("polyphase fit --precision bf", "bf16-mixed bf16-true bf16-blocks"),
         ("polyphase strategies fs", "fsdp fsdp+tp fsdp+cp"),
         ("polyphase ckpt in", "inspect"),
     ],
