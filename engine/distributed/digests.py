@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from .buckets import local_part
+
 __all__ = ["Digests", "digests", "unequal_replicas", "whole"]
 
 Piece = tuple[str, tuple[int, ...]]
@@ -38,7 +40,7 @@ def digests(tensors: Iterable[tuple[str, Tensor]]) -> Digests:
     for name, tensor in tensors:
         if tensor.is_meta:
             continue
-        local = local_tensor(tensor)
+        local = _dense(tensor)
         # float64, so that the order of a sum, which differs between machines, does not show.
         dtype = torch.float32 if local.device.type == "mps" else torch.float64
         if not local.is_floating_point():  # a buffer that counts
@@ -51,21 +53,23 @@ def digests(tensors: Iterable[tuple[str, Tensor]]) -> Digests:
     return Digests(pieces, torch.stack([pair.to(device) for pair in figures]) if figures else None, numels)
 
 
-def local_tensor(tensor: Tensor) -> Tensor:
+def _dense(tensor: Tensor) -> Tensor:
     """Returns this rank's values of a tensor as a dense, real one."""
-    if isinstance(tensor, DTensor):
-        tensor = tensor.to_local()
+    tensor = local_part(tensor)
     if tensor.is_sparse:
         tensor = tensor.coalesce().values()
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
-def unequal_replicas(ranks: Iterable[Digests], tolerance: float = 1e-9) -> list[tuple[str, str]]:
+def unequal_replicas(
+    ranks: Iterable[Digests], tolerance: float = 1e-9, *, by_size: bool = True
+) -> list[tuple[str, str]]:
     """Compares the digests of what several ranks must have alike.
 
     Args:
         ranks: the digests of each rank.
         tolerance: the largest difference of a norm, relative to it; of a sum, relative to the norm.
+        by_size: a sum may differ by as much more as the root of the number of values, as rounding does.
 
     Returns:
         The names of the tensors that differ, each with a description of the difference.
@@ -77,12 +81,13 @@ def unequal_replicas(ranks: Iterable[Digests], tolerance: float = 1e-9) -> list[
             owner, expected, expected_square = first.setdefault(piece, (rank, total, square))
             norm, expected_norm = square**0.5, expected_square**0.5
             allowed = tolerance * max(norm, expected_norm)
-            is_equal = total == expected or abs(total - expected) <= allowed * numel**0.5
+            is_equal = total == expected or abs(total - expected) <= allowed * (numel**0.5 if by_size else 1.0)
             is_equal &= norm == expected_norm or abs(norm - expected_norm) <= allowed
             if not is_equal and (total == total or expected == expected):  # both NaN: a rank can't differ by it
-                text = f"norm {expected_norm:.7g} on rank {owner}, {norm:.7g} on rank {rank}"
-                if f"{norm:.7g}" == f"{expected_norm:.7g}":
-                    text = f"sum {expected:.7g} on rank {owner}, {total:.7g} on rank {rank}"
+                is_norm = f"{norm:.7g}" != f"{expected_norm:.7g}" or total == expected
+                what, first_value, value = ("norm", expected_norm, norm) if is_norm else ("sum", expected, total)
+                digits = 17 if f"{value:.7g}" == f"{first_value:.7g}" else 7
+                text = f"{what} {first_value:.{digits}g} on rank {owner}, {value:.{digits}g} on rank {rank}"
                 unequal.setdefault(piece[0], text)
     return list(unequal.items())
 

@@ -167,6 +167,6 @@ def _different(tensors: dict[str, Tensor]) -> list[str]:
     """Returns the names of the tensors that are not equal on all ranks, or not there on all; all ranks call it."""
     by_rank = WORLD.all_gather_object(digests(tensors.items()).on_host())
     present = [dict.fromkeys(name for name, _ in of_rank.pieces) for of_rank in by_rank]
-    unequal = dict(unequal_replicas(by_rank, _TOLERANCE))
+    unequal = dict(unequal_replicas(by_rank, _TOLERANCE, by_size=False))
     names = dict.fromkeys(name for of_rank in present for name in of_rank)
     return [name for name in names if name in unequal or not all(name in of_rank for of_rank in present)]

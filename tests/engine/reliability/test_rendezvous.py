@@ -17,6 +17,8 @@ from polyphase.engine.reliability.stacks import lines
 from polyphase.engine.reliability.watchdog import _lines, _stacks, behind
 from tests.distributed import free_port
 
+from .test_flight_recorder import call, rank
+
 PATIENCE = timedelta(seconds=10)
 
 
@@ -65,17 +67,6 @@ def test_on_several_machines_rank_0_listens_everywhere_and_needs_no_name_of_its_
     assert port in {place.port for place in listening}
 
 
-COLLECTIVE = {
-    "operation": "all_reduce",
-    "number": 2,
-    "is_p2p": False,
-    "group": "default_pg",
-    "is_done": False,
-    "input_sizes": [[7]],
-    "output_sizes": [[7]],
-    "input_dtypes": ["Float"],
-    "output_dtypes": ["Float"],
-}
 PLACE = {
     "step": 3,
     "batch": 3,
@@ -90,7 +81,7 @@ PLACE = {
 ANSWER = {
     **PLACE,
     "stack": '  File "train.py", line 7, in training_step\n',
-    "collectives": {"calls": {"gloo 0": [COLLECTIVE]}, "groups": {"0": [0, 1]}},
+    "collectives": rank(call(2, is_done=False)),
 }
 THREAD = {"name": "MainThread", "runs": True, "calls": [["train.py", 7, "training_step"]]}
 

@@ -14,11 +14,10 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from ..tiny import engine
+from .test_recompute_arguments import DIM, NUM_BLOCKS, data, plain
 
-DIM, BATCH, STEPS, NUM_BLOCKS = 8, 4, 3, 3
 KINDS = ("full", "selective")
 
 num_calls = 0
@@ -200,11 +199,6 @@ class Net(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def data() -> DataLoader:
-    inputs = torch.randn(STEPS * BATCH, DIM, generator=torch.Generator().manual_seed(1))
-    return DataLoader(TensorDataset(inputs), batch_size=BATCH)
-
-
 def begin() -> None:
     """Sets all counters to zero."""
     global num_calls, draws, on_device
@@ -222,16 +216,6 @@ def begin() -> None:
         del Created.made
 
 
-def plain(module: LightningModule) -> LightningModule:
-    begin()
-    optimizer = module.configure_optimizers()
-    for index, batch in enumerate(data()):
-        optimizer.zero_grad()
-        module.training_step(batch, index).backward()
-        optimizer.step()
-    return module
-
-
 def run(kind: type[Block], activation_checkpointing: str) -> LightningModule:
     begin()
     module = Net(kind)
@@ -242,6 +226,7 @@ def run(kind: type[Block], activation_checkpointing: str) -> LightningModule:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("block", COUNTING)
 def test_a_block_counts_once_wherever_it_counts(block, kind):
+    begin()
     expected = plain(Net(block))
     last = expected.blocks[0].factor(torch.zeros(1, DIM))
     module = run(block, kind)
