@@ -39,6 +39,7 @@ from ..launch.process_launchers import ScriptLauncher, end_group_at_exit
 from ..launch.worker_launcher import WorkerLauncher
 from ..reliability.rendezvous import connect, name_of_start, open_store, reach, wait_for_all
 from .compressing import CommHookMixin
+from .hook_code import check_types
 from .parameter_hooks import ParameterHooks
 from .whole_steps import as_whole, whole_in_hooks
 
@@ -572,6 +573,7 @@ class MeshStrategy(DistributedStrategy, CommHookMixin, ModelParallelStrategy):
         assert self.model is not None
         self._restore_hooks()
         if any(isinstance(parameter, DTensor) for parameter in self.model.parameters()):
+            check_types((trainer.lightning_module, *trainer.callbacks), repr(self))  # type: ignore[attr-defined]
             self._undo_hooks = whole_in_hooks(trainer)
 
     def _restore_hooks(self) -> None:

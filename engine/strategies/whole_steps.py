@@ -15,6 +15,7 @@ all-reduce of 48 bytes.
 
 import contextlib
 import functools
+import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -36,9 +37,11 @@ __all__ = [
     "as_whole",
     "check_assignment",
     "dealing_matrices",
+    "own_hook",
     "plain_as_replicas",
     "whole_in_hooks",
     "whole_results",
+    "wrap_hooks",
 ]
 
 _ELEMENTWISE = frozenset(
@@ -50,6 +53,10 @@ _ELEMENTWISE = frozenset(
 """Optimizers that compute each element only from its own gradient and state, in the precision of the parameters."""
 _REFUSALS = ("Sharding propagation failed", "does not have a sharding strategy", "got mixed torch.Tensor and DTensor")
 """Parts of torch's messages if an operation fails before it computes or sends anything, on all ranks alike."""
+_OF_NO_VALUES = frozenset(f"aten::{name}" for name in ("max", "min", "amax", "amin", "aminmax", "argmax", "argmin"))
+"""Operations that fail where there are no values, as on a rank whose part of a parameter is empty."""
+_NORMS = ("aten::linalg_vector_norm", "aten::norm", "aten::_foreach_norm")
+"""The same, of infinite order."""
 _BETWEEN_PASSES = ("on_before_zero_grad", "optimizer_zero_grad", "on_before_backward")
 """The hooks that are called between the forward of a step and its backward."""
 GATHERED = "_polyphase_gathered"
@@ -104,6 +111,17 @@ def whole_results() -> Iterator[None]:
 
 def whole_in_hooks(trainer: Trainer) -> Callable[[], None]:
     """Makes the user's hooks, of the module and of callbacks, compute with whole results; returns what undoes it."""
+    return wrap_hooks(trainer, _call_whole)
+
+
+def wrap_hooks(trainer: Trainer, call: Callable[..., Any]) -> Callable[[], None]:
+    """Has the user's hooks, of the module and of callbacks, called by `call`; returns what undoes it.
+
+    Args:
+        trainer: has the module and the callbacks.
+        call: called with the owner of a hook, the hook's name, the owner's attribute of that name or None, and the
+            arguments of the hook.
+    """
     wrapped: list[tuple[Any, str, Any]] = []
     for owner in (trainer.lightning_module, *trainer.callbacks):  # type: ignore[attr-defined]
         base = LightningModule if isinstance(owner, LightningModule) else Callback
@@ -114,12 +132,12 @@ def whole_in_hooks(trainer: Trainer) -> Callable[[], None]:
             hook = getattr(getattr(owner, name), "__func__", getattr(owner, name))
             if is_hook and (_is_users(hook) or hook is BaseFinetuning.on_train_epoch_start):
                 wrapped.append((owner, name, vars(owner).get(name)))
-                setattr(owner, name, functools.partial(_call_whole, owner, name, vars(owner).get(name)))
+                setattr(owner, name, functools.partial(call, owner, name, vars(owner).get(name)))
 
     def undo() -> None:
         for owner, name, own in wrapped:
             hook = vars(owner).get(name)
-            if isinstance(hook, functools.partial) and hook.func is _call_whole:
+            if isinstance(hook, functools.partial) and hook.func == call:
                 vars(owner).pop(name) if own is None else setattr(owner, name, own)
 
     return undo
@@ -130,9 +148,14 @@ def _is_users(function: Any) -> bool:
     return callable(function) and not module.startswith(("lightning.", __name__.partition(".")[0] + "."))
 
 
+def own_hook(owner: Any, name: str, own: Callable[..., Any] | None) -> Callable[..., Any]:
+    """Returns the hook that `wrap_hooks` has wrapped."""
+    return getattr(type(owner), name).__get__(owner) if own is None else own
+
+
 def _call_whole(owner: Any, name: str, own: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> Any:
     """Calls a hook; that of the class is looked up at each call, since it may be replaced."""
-    hook = getattr(type(owner), name).__get__(owner) if own is None else own
+    hook = own_hook(owner, name, own)
     with plain_as_replicas(), _InHook(f"the hook {name}"):
         _running.append(name)
         try:
@@ -207,6 +230,8 @@ class _AsWhole(TorchDispatchMode):
             return _on_whole(operator, args, kwargs, draws=True)
         if operator is torch.ops.aten.equal.default:  # torch would first split both alike, which other shapes can't be
             return args[0].shape == args[1].shape and _on_whole(operator, args, kwargs)
+        if _fails_on_some_rank(operator, args, kwargs):
+            return _on_whole(operator, args, kwargs)
         if operator is _CAST and isinstance(args[0], DTensor) and _rounds(args[0], kwargs.get("dtype")):
             args = (_gathered(args[0]), *args[1:])
         elif operator._schema.name.endswith("_"):
@@ -277,6 +302,29 @@ class _InHook(_AsWhole):
                 " strategy, such as 'ddp'."
             )
         _compared[storage] = version
+
+
+def _fails_on_some_rank(operator: Any, args: Any, kwargs: Any) -> bool:
+    """Whether an operation needs values, and some rank has none of a split argument; the same on all ranks."""
+    name = operator._schema.name
+    is_max = name in _OF_NO_VALUES or (name in _NORMS and math.inf in (*map(abs, _numbers(args, kwargs)),))
+    return is_max and any(isinstance(leaf, DTensor) and _is_empty_somewhere(leaf) for leaf in tree_leaves(args[0]))
+
+
+def _numbers(args: Any, kwargs: Any) -> Iterator[float]:
+    return (value for value in (*args, *kwargs.values()) if isinstance(value, (int, float)))
+
+
+def _is_empty_somewhere(tensor: DTensor) -> bool:
+    cuts: dict[int, list[int]] = {}
+    for axis, placement in enumerate(tensor.placements):
+        if (dim := getattr(placement, "dim", None)) is not None:
+            cuts.setdefault(dim, []).append(tensor.device_mesh.size(axis))
+    # Of a dim that is cut twice it is not looked up which part is how long.
+    return any(
+        0 in _lengths(tensor.shape[dim], sizes[0]) if len(sizes) == 1 else tensor.shape[dim] % math.prod(sizes) > 0
+        for dim, sizes in cuts.items()
+    )
 
 
 def _is_gathered(view: DTensor, base: Any) -> bool:

@@ -4,7 +4,7 @@ Stage 1 of ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054): of AdamW's two mome
 of W ranks keeps 1/W. torch's `ZeroRedundancyOptimizer` builds the optimizer itself; here the optimizers that
 `configure_optimizers` returns are kept, with their groups and schedulers, and no rank has to gather all state for a
 checkpoint. An optimizer that needs the gradients or the state of all parameters at once, as `optimizer_trial.py` finds
-out, is not divided: each rank takes its whole step, as under `ddp`.
+out, or whose state a hook reads, is not divided: each rank takes its whole step, as under `ddp`.
 
 Phases of an optimizer step: 1. all-reduces of the gradients beside backward, as under `ddp`, compressed or not;
 2. clipping, by whole gradients; then each rank steps its own parameters, with the updates of `ddp` bit for bit, while
@@ -28,6 +28,7 @@ from ..compression import CommHook, CountingGroup
 from ..distributed.buckets import copy, flatten, in_buckets, unflatten
 from ..distributed.object_group import WORLD
 from .ddp import DDP
+from .hook_code import reader_of_state
 from .optimizer_trial import habits_of
 from .options import DEFAULT_BUCKET_MB, DDPOptions
 from .parameter_hooks import call_before_use
@@ -136,8 +137,15 @@ class Zero1(DDP):
                 owners.give(parameter, owners[self._owned[name]])
         self._updates = CountingGroup()
         self._undivided = []
+        readers = self.lightning_module, *trainer.callbacks, *(c.scheduler for c in self.lr_scheduler_configs)  # type: ignore[attr-defined]
+        line = reader_of_state(readers, self.optimizers)
         for optimizer in self.optimizers:
             reason = habits_of(optimizer).of_others_or_state
+            if line and not reason:
+                reason = (
+                    f"{line} reads the state of an optimizer, of which a rank would have a part (code that is content"
+                    " with a part asks `trainer.engine_strategy.keeps_state_of(p)`)"
+                )
             if reason:
                 self._undivided.append(optimizer)
                 rank_zero_warn(

@@ -21,6 +21,7 @@ from ...compression.counting_group import accumulation_dtype
 from ...distributed.buckets import local_part
 from ...distributed.object_group import ObjectGroup
 from ...precision.clipping import norm_of
+from .plan import RemoteTensor
 
 __all__ = ["StageGradients"]
 
@@ -56,6 +57,8 @@ class StageGradients:
         self._counted = {parameter for name, parameter in self._own.items() if holders[name][0] == rank}
         self._trained: tuple[bool, ...] = ()
         self._used: dict[str, nn.Parameter] = {}
+        self._unused_elsewhere: set[int] = set()
+        """The ids of other stages' parameters that no step uses."""
         self._shared: dict[tuple[int, ...], list[nn.Parameter]] = {}
 
     def synchronise(self, comm_hook: CommHook | None, replicas: ObjectGroup) -> None:
@@ -73,6 +76,7 @@ class StageGradients:
         if trained != self._trained:
             self._find_used(replicas)
             self._trained = trained
+        RemoteTensor.without_gradient = set(self._unused_elsewhere)
         self._check(averages=comm_hook is not None)
         for holders, parameters in self._shared.items():
             self._sum(parameters, self._wires[holders])
@@ -85,6 +89,7 @@ class StageGradients:
         used: set[str] = set().union(*self._hosts.all_gather_object(own_used))
         used = used.union(*replicas.all_gather_object(used))
         self._used = {name: parameter for name, parameter in self._own.items() if name in used}
+        self._unused_elsewhere = {id(p) for name, p in self._parameters.items() if p.is_meta and name not in used}
         self._shared = defaultdict(list)
         for name, parameter in self._used.items():
             if len(self._holders[name]) > 1:

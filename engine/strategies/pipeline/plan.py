@@ -16,7 +16,7 @@ import sys
 import types
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch import Callback, LightningModule
@@ -308,6 +308,10 @@ class RemoteTensor(Tensor):
     """
 
     told_device = torch.device("cpu")
+    beside: Sequence[nn.Parameter] = ()
+    """The parameters of this stage, which have gradients when those of the other stages have."""
+    without_gradient: ClassVar[set[int]] = set()
+    """The ids of those that have none then: no step uses them, or a hook has dropped theirs."""
 
     @classmethod
     def parameter(cls, like: nn.Parameter, name: str) -> nn.Parameter:
@@ -420,9 +424,12 @@ def _writes_content(name: str, args: Any, kwargs: Any) -> bool:
 
 
 def _write(name: str, target: Tensor, value: Any = None) -> None:
-    """Sets an attribute of `target`: does nothing if another stage has it."""
+    """Sets an attribute of `target`: does nothing if another stage has it, but for a gradient that is dropped."""
     if not isinstance(target, RemoteTensor):
         raise CutError(_why(name, value, ()))
+    if name == "grad":
+        change = RemoteTensor.without_gradient.add if value is None else RemoteTensor.without_gradient.discard
+        change(id(target))
 
 
 def _gradient(tensor: Tensor) -> Tensor | None:
@@ -437,7 +444,10 @@ def _gradient(tensor: Tensor) -> Tensor | None:
             " self.clip_gradients(...) in configure_gradient_clipping, or read trainer.grad_norm, which are those"
             f" of all stages; {_PASS_OVER}; or choose another strategy, such as 'fsdp'."
         )
-    if not tensor.requires_grad:
+    if not tensor.requires_grad or id(tensor) in RemoteTensor.without_gradient:
+        return None
+    trained = [p for p in RemoteTensor.beside if p.requires_grad]
+    if trained and all(p.grad is None for p in trained):  # before the first backward, or zeroed since
         return None
     gradient = torch.empty_like(tensor, device="meta").detach().as_subclass(RemoteTensor)
     mark_origin(gradient, origin_of(tensor))

@@ -49,7 +49,8 @@ from ..units import CompiledBlock, named_blocks, shard_units
 from .gradients import StageGradients
 from .parameter_writes import between_passes_text, note_writes
 from .partitioned_module import PartitionedModule, StepJob
-from .plan import StagePlan, plan_stages, replace_absent
+from .plan import RemoteTensor, StagePlan, plan_stages, replace_absent
+from .remote_state import show_state_of_all
 from .stage_checks import check_batch_size, check_flags, check_optimization, check_plan, check_schedule
 from .stage_module import StageModule
 
@@ -100,6 +101,7 @@ class Pipeline(MeshStrategy):
         self._buffer_owners: dict[str, int] = {}
         self._written_between: list[str] = []
         """The parameters that hooks have written which one process calls between forward and backward."""
+        self._hide_state: Callable[[], None] = lambda: None
         self._has_run = False
         """Whether a batch was trained, so that it is known which parameters its step uses."""
 
@@ -217,6 +219,9 @@ class Pipeline(MeshStrategy):
                     )
         self.setup_precision_plugin()
         self._call_hooks_on_whole(trainer)
+        if fitting:
+            schedulers = [config.scheduler for config in self.lr_scheduler_configs]
+            self._hide_state = show_state_of_all(trainer, self.optimizers, schedulers)
         if isinstance(self.options, PPFSDPOptions):
             read_whole_numbers(None)
             keep_data(None, repr(self))
@@ -322,6 +327,8 @@ class Pipeline(MeshStrategy):
             if self._stage_rank in holders:
                 self._tied[holders] = CountingGroup(groups[self.data_rank])
         parameters = dict(model.named_parameters())
+        RemoteTensor.beside = [parameter for parameter in parameters.values() if not parameter.is_meta]
+        RemoteTensor.without_gradient = set()
         self._gradients = StageGradients(
             parameters, self._holders, self._group, self._stage_ranks, self._tied, self.root_device
         )
@@ -478,6 +485,8 @@ class Pipeline(MeshStrategy):
 
     def teardown(self) -> None:
         """Removes from the module what was attached to it."""
+        self._hide_state()
+        RemoteTensor.beside = ()
         self._while_training.close()
         if self._runner is not None:
             self._runner.close()

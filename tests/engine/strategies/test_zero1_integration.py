@@ -142,7 +142,9 @@ class Holds(Callback):
         self.gradients.append(sum(p.grad is not None for p in pl_module.parameters()))
 
     def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
+        kept = [p for p in pl_module.parameters() if trainer.engine_strategy.keeps_state_of(p)]
         state = trainer.optimizers[0].state
+        assert set(state) == set(kept)
         num_bytes = sum(v.nbytes for each in state.values() for v in each.values() if v.dim())
         sent = Counter()
         for wire in trainer.strategy.wires:
