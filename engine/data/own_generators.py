@@ -17,7 +17,7 @@ import torch
 
 from ..checkpoint.rng import is_same_state, set_random_state
 
-__all__ = ["OwnGenerators", "States", "set_own_states", "set_state_here"]
+__all__ = ["OwnGenerators", "States", "searched_parts", "set_own_states", "set_state_here"]
 
 _MOST = 300
 """The most objects that are searched, and the most items of one container, which may be a list of all samples."""
@@ -146,6 +146,11 @@ def _search(data: Any) -> "tuple[dict[str, Any], list[_Container]]":
         are_samples = isinstance(value, (list, tuple, dict)) and len(value) > _MANY
         (samples if are_samples else waiting).extend((f"{path}.{name}", member) for name, member in parts)
     return generators, containers
+
+
+def searched_parts(data: Any) -> list[Any]:
+    """Returns the objects, lists, dicts and closures that a search for generators comes through, if they may change."""
+    return [container[0] for container in _search(data)[1]]
 
 
 _Container = tuple[Any, bool, Sequence[Any], list[Any]]

@@ -1,17 +1,20 @@
 """State that each rank makes of its own samples, such as running means: told by name, where ranks have other values.
 
 Looked at are the module's buffers, the numbers and tensors in its attributes by which a later step may depend on an
-earlier one, and the orders that samplers have drawn, of which each rank reads its part.
+earlier one, the orders that samplers have drawn, of which each rank reads its part, and what data sets count as they
+read.
 """
 
 import dis
 import types
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.data import has_iterable_dataset
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
@@ -21,6 +24,7 @@ from .._compat.torch import tree_leaves
 from ..data.epoch_position import order_of
 from ..strategies import own_buffers
 from .module_copy import is_data
+from .sample_history import SampleHistory
 
 __all__ = ["OwnState"]
 
@@ -44,6 +48,7 @@ class OwnState:
         self.told: set[str] = set()
         """The names that a warning had in this run."""
         self._before: dict[str, str] = {}
+        self._histories: list[tuple[DataLoader, SampleHistory]] = []
         self.is_first_step_due = True
         """Whether no step of this run was looked at."""
 
@@ -51,11 +56,27 @@ class OwnState:
         """Begins a run, whose first step is looked at."""
         self.told, self.is_first_step_due = set(), True
         self._before = _digests(_attributes(self._trainer.lightning_module)) if self._is_compared else {}
+        reads = self._is_compared and self._trainer.is_global_zero
+        loaders = _indexed(self._trainer.fit_loop._combined_loader) if reads else []
+        self._histories = [(loader, SampleHistory(loader)) for loader in loaders]
 
     def after_first_step(self) -> None:
         """Compares the state after a run's first step."""
         self.is_first_step_due = False
+        for loader, history in self._histories:
+            self._tell_history(loader, history)
+        self._histories = []
         self.compare()
+
+    def _tell_history(self, loader: DataLoader, history: SampleHistory) -> None:
+        latest = order_of(loader).passes.latest  # type: ignore[union-attr]
+        if latest is not None and len(latest.order) and (names := history.decisive(_plain_index(latest.order[-1]))):
+            rank_zero_warn(
+                f"A sample of {type(loader.dataset).__name__} depends on what was read before it: {names} changed with"
+                f" the first batch, and the same sample has other values since. Under {self._trainer.engine_strategy!r}"
+                " each rank reads its part of the samples, so the result is not that of one process. Let a sample"
+                " depend on its index and the epoch, or count in the module (on_train_batch_start)."
+            )
 
     @property
     def _is_compared(self) -> bool:
@@ -134,6 +155,17 @@ def _orders(combined: CombinedLoader) -> dict[str, str]:
         for number, order, latest in drawn
         if latest is not None and order.num_replicas > 1  # otherwise the user gives each rank an order of its own
     }
+
+
+def _indexed(combined: CombinedLoader) -> list[DataLoader]:
+    """Returns the loaders whose samples this process reads by indices, of an order that is dealt to the ranks."""
+    loaders = [loader for loader in combined.flattened if isinstance(loader, DataLoader)]
+    dealt = [loader for loader in loaders if (order := order_of(loader)) is not None and order.num_replicas > 1]
+    return [loader for loader in dealt if loader.num_workers == 0 and not has_iterable_dataset(loader)]
+
+
+def _plain_index(index: Any) -> Any:
+    return index.item() if isinstance(index, np.generic) else index
 
 
 def _digests(values: dict[str, Any]) -> dict[str, str]:
