@@ -41,7 +41,10 @@ ROWS = (
     "diloco:sync_every=16 sign",
     "diloco:sync_every=16 topk:0.05",
     "diloco:sync_every=16 topk:0.125,chunk=512,bits=2",
+    "diloco:sync_every=16,overlap_steps=4",
+    "diloco:sync_every=16,fragments=4,overlap_steps=4",
     "local_sgd:sync_every=16 topk:0.125,chunk=512,bits=2,decay=0.95",
+    "local_sgd:sync_every=16,fragments=4,overlap_steps=4 topk:0.125,chunk=512,bits=2,decay=0.95",
     "local_sgd:sync_every=16 topk:0.05,chunk=4096,bits=2,decay=0.95",
 )
 

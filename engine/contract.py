@@ -273,6 +273,9 @@ class EngineStrategy:
     ranks that are left have its results, or none. None: no rank may be lost."""
     steps_apart = False
     """Whether the ranks may be at different steps now."""
+    weight_of_step: Callable[[], tuple[Any, int | None]] | None = None
+    """Returns the number of samples of the last step of automatic optimization, of this rank and of all; or the sum of
+    this rank's weights from `training_step`, and None. None before the first epoch."""
 
     def loss_in_words(self, num_steps: int) -> str:
         """Says what was lost with a rank, after a number of steps, that no other has; empty if nothing was."""

@@ -24,6 +24,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from ..devices import module_of
+from ..distributed.connections import noting_connections
 from ..reliability.hard_exit import hard_exit
 from .counting_group import Bucket, CountingGroup, ParamSlice, accumulation_dtype, timestamp
 
@@ -172,6 +173,7 @@ class CommHook(ABC):
         """Whether `check` was called for the module that is trained."""
         self._scaler: torch.amp.GradScaler | None = None
         self._is_on_gpu = False
+        self._device = torch.device("cpu")
         self._names: dict[Tensor, str] = {}
         self._buckets: dict[int, tuple[list[Tensor], tuple[ParamSlice, ...]]] = {}
         self._background: _CommWorker | None = None
@@ -239,6 +241,7 @@ class CommHook(ABC):
         self._names = {parameter: name for name, parameter in module.named_parameters()}
         self.wire = wire
         self._is_on_gpu = any(parameter.is_cuda for parameter in self._names)
+        self._device = next(iter(self._names)).device if self._names else torch.device("cpu")
         self._scaler = scaler
         trained = next((parameter for parameter in self._names if parameter.requires_grad), None)
         if trained is not None:
@@ -269,20 +272,57 @@ class CommHook(ABC):
     ) -> None:
         """As `begin`, with collectives that run beside the computing; all ranks call it."""
         if self._background is None:
-            device = next(module.parameters()).device
-            self._background = _CommWorker(device)
-            # The worker thread needs its own group: its collectives have no fixed order to those of other threads.
-            wire = CountingGroup(dist.new_group(timeout=timeout) if device.type == "cpu" else None)
-        else:
-            assert self.wire is not None
-            wire = self.wire
-        self.begin(module, wire, scaler)
+            self._background = _CommWorker(next(module.parameters()).device)
+            self.join_ranks(timeout)
+        assert self.wire is not None
+        self.begin(module, self.wire, scaler)
 
-    def run_beside(self, buckets: list[Bucket]) -> Callable[[], list[Tensor]]:
-        """Begins to run buckets beside the computing, after `begin_beside`; the returned function waits for them."""
+    def join_ranks(self, timeout: timedelta | None = None) -> None:
+        """Communicates with all ranks there are: at the beginning, and when some are lost; all of them call it."""
+        group = None
+        if self._background is not None and self._background.device.type == "cpu":
+            # The worker thread needs its own group: its collectives have no fixed order to those of other threads.
+            with noting_connections(None):
+                group = dist.new_group(timeout=timeout)
+        if self.wire is None:
+            self.wire = CountingGroup(group)
+        else:
+            self.wire.join(group)
+
+    def leave_ranks(self) -> None:
+        """Forgets the group, whose connections are cut, once all that ran beside the computing has failed."""
+        self.finish()
+        if self.wire is not None:
+            self.wire.group = None
+
+    def factor_of(self, own: Any, of_all: Any) -> Any:
+        """Returns W w / T for this rank's weight w: values times that have the weighted mean as their average.
+
+        Args:
+            own: w, a number or a 0-d tensor.
+            of_all: T, the sum over the W ranks, all of which have it; None: it is summed, by an all-reduce of 8 bytes.
+        """
+        assert self.wire is not None
+        if of_all is not None:
+            return own * self.wire.size / of_all if of_all else 1.0
+        own = torch.as_tensor(own, dtype=torch.float64, device=self._device)
+        total = self.wire.all_reduce(own.clone())
+        return torch.where(total > 0, own * self.wire.size / total, 1.0)
+
+    def run_beside(self, buckets: list[Bucket], own: Any = 0, of_all: Any = 0) -> Callable[[], list[Tensor]]:
+        """Begins to run buckets beside the computing, after `begin_beside`; the returned function waits for them.
+
+        Args:
+            buckets: their weighted means are taken.
+            own: see `factor_of`.
+            of_all: likewise.
+        """
         assert self._background is not None
 
         def run() -> Any:
+            factor = self.factor_of(own, of_all)
+            for bucket in buckets:
+                bucket.gradients.mul_(factor)
             averages = [self.run(bucket) for bucket in buckets]
             self.on_step_end()
             return averages
@@ -481,7 +521,7 @@ class _CommWorker:
         num_streams = _NUM_STREAMS if hasattr(self._module, "Stream") else 0
         self._streams = [self._module.Stream(device=device) for _ in range(num_streams)]
         self._tasks: queue.SimpleQueue[tuple[Callable[[], Tensor], Future[Any]] | None] = queue.SimpleQueue()
-        self._device = device
+        self.device = device
         if not self._streams:
             # A daemon, since at exit it may still wait in a collective that other ranks never join.
             self._thread = threading.Thread(target=self._work, name="polyphase-compression", daemon=True)
@@ -500,9 +540,9 @@ class _CommWorker:
             self._tasks.put((function, done))
             return done.then(_result)
         stream = self._streams[place % len(self._streams)]
-        stream.wait_stream(self._module.current_stream(self._device))
+        stream.wait_stream(self._module.current_stream(self.device))
         with self._module.stream(stream), torch.no_grad():
-            future: Future[Tensor] = Future(devices=[self._device])
+            future: Future[Tensor] = Future(devices=[self.device])
             future.set_result(function())  # the future records the pending work of the stream
         return future
 
@@ -512,7 +552,7 @@ class _CommWorker:
             self.submit(lambda: torch.empty(0)).wait()
         # Waits for streams, not futures: if a function raised after launching work, no future covers that work.
         for stream in self._streams:
-            self._module.current_stream(self._device).wait_stream(stream)
+            self._module.current_stream(self.device).wait_stream(stream)
 
     def _work(self) -> None:
         torch.set_grad_enabled(False)

@@ -131,10 +131,9 @@ class CountingGroup:
         self.num_calls = 0
         self._num_skipped = 0
 
-    def count_ranks(self) -> None:
-        """Looks up the ranks anew, of which fewer are left; only for the group of all."""
-        assert self.group is None
-        self.size, self.rank = dist.get_world_size(), dist.get_rank()
+    def join(self, group: dist.ProcessGroup | None) -> None:
+        """Sends to the ranks of another group from now on; None for all ranks, of which fewer may be left."""
+        self.group, self.size, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
 
     def skip_next(self, num_calls: int) -> None:
         """Skips the next `num_calls` collectives, because this rank repeats a step and has already done them.

@@ -43,8 +43,8 @@ class LossWeighting:
         """The estimate of T; None before the first micro-batch of a step."""
         self._is_known = False
         """Whether the estimate is T itself."""
-        self._samples: dict[int, int] = {}
-        """The number of samples of all ranks together, by micro-batch of the step."""
+        self._samples: dict[int, Samples] = {}
+        """The numbers of samples, by micro-batch of the step."""
         self._total: Callable[[], Tensor] | None = None
         """Returns the sum of all weights of the step; None until the last micro-batch has begun this sum."""
         self._is_summed = False
@@ -55,10 +55,13 @@ class LossWeighting:
         """This rank's weights from `training_step`, by micro-batch: an optimizer may compute a loss several times."""
         self.data_size = 1
         """The number of ranks with different samples, set when the first epoch begins."""
+        self._of_single_batch = Samples(1, 1)
+        """The samples in a step of one micro-batch."""
 
     def begin_epoch(self) -> None:
         """Looks up the number of ranks, which no epoch changes."""
         self.data_size = self._trainer.data_size
+        self._strategy.weight_of_step = self._weight_of_step
         if isinstance(scaler := getattr(self._trainer.precision_plugin, "scaler", None), LossScaler):
             scaler.num_averaged = lambda: self._num_ranks
 
@@ -133,6 +136,7 @@ class LossWeighting:
         if loss is None or self.data_size == 1:
             return loss
         samples = self._trainer._data_connector.sizes.samples(batch_idx)
+        self._of_single_batch = samples
         if samples.local * self.data_size == samples.total:  # the usual case: this rank has its equal share
             return loss
         return _weighed(loss, samples.local, _samples_of(samples, self._num_ranks), self._num_ranks)
@@ -140,16 +144,16 @@ class LossWeighting:
     def _by_samples(self, loss: Tensor | None, batch_idx: int) -> Tensor | None:
         sizes = self._trainer._data_connector.sizes
         samples, num_ranks = sizes.samples(batch_idx), self._num_ranks
-        own_samples, total_samples = samples.local, _samples_of(samples, num_ranks)
         if self._estimate is None:
             planned = self._planned_length(batch_idx)
             weights = samples if planned == 1 else sizes.samples_of_step(self._first_batch_idx, planned)
             self._is_known = weights is not None
-            self._estimate = total_samples * planned if weights is None else _samples_of(weights, num_ranks)
-        self._samples[batch_idx] = total_samples
+            times = planned if weights is None else 1
+            self._estimate = _samples_of(weights or samples, num_ranks) * times
+        self._samples[batch_idx] = samples
         if loss is None:
             return None
-        return _weighed(loss, own_samples, self._estimate, num_ranks)
+        return _weighed(loss, samples.local, self._estimate, num_ranks)
 
     def _by_weight(self, loss: Tensor, weight: Any, batch_idx: int) -> Tensor:
         own_weight = self._weights[batch_idx] = self.as_weight(weight, loss.device, batch_idx)
@@ -175,7 +179,8 @@ class LossWeighting:
         if self._estimate is None or (self._is_known and not self._is_summed):
             return
         if self._samples:
-            factor = self._estimate / max(sum(self._samples.values()), 1)
+            num_samples = sum(_samples_of(samples, self._num_ranks) for samples in self._samples.values())
+            factor = self._estimate / max(num_samples, 1)
         else:
             total = (self._total or self._begin_sum(self._weights_of_step, needs_device=True))()
             factor = torch.where(total > 0, (self._num_ranks if self._is_summed else self._estimate) / total, 1.0)
@@ -195,6 +200,13 @@ class LossWeighting:
             return 1
         remaining = self._trainer.num_training_batches - (batch_idx - batch_idx % full)
         return full if remaining > full else max(1, int(remaining))
+
+    def _weight_of_step(self) -> tuple[Any, int | None]:
+        """See `EngineStrategy`."""
+        if self._weights:
+            return self._weights_of_step(), None
+        of_step = [self._of_single_batch] if self._first_batch_idx < 0 else self._samples.values()
+        return sum(samples.local for samples in of_step), sum(samples.total for samples in of_step)
 
     def _weights_of_step(self) -> Tensor:
         """Returns the sum of this rank's weights, a 0-d tensor."""

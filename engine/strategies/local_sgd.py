@@ -8,6 +8,11 @@ the gradient of a, and all x_i become a (local): with a learning rate of 1 and n
 the mean of the weights; 4. the mean of the floating-point buffers (BatchNorm's statistics): an all-reduce. Phases 2 and
 4 block. The H - 1 steps between send nothing, so on average a step sends 1/H of the bytes of a `ddp` step.
 
+In d a rank counts by the samples that it has trained on since the last exchange: by their number, which the loader
+knows of all ranks, or by their weights if `training_step` returns them; the sum of these takes one more all-reduce, of
+8 bytes. So a rank without data, which moves by its optimizer's momentum only, leaves the others as they are. All other
+means count each rank once.
+
 With `fragments=P` (Streaming DiLoCo, Douillard et al. 2025, arXiv:2501.18512) each of P parts of the parameters has its
 exchange every H steps, H/P steps after that of the part before; phase 4 follows the last part. With
 `overlap_steps=T` phase 2 runs beside training, and phase 3 follows T steps later: x_i becomes the new anchor plus what
@@ -24,28 +29,31 @@ with rank 0's optimizer state. Averages of weights (`averages.py`) are of each r
 all ranks: it is the average of the mean, whichever of them each rank goes on from.
 
 If ranks may be lost (`loop/rank_loss.py`), phases 1 and 2 end before phase 3 begins, so that they can be repeated by
-the ranks that are left, and an exchange takes as much memory as the weights once more.
+the ranks that are left, and an exchange takes as much memory as the weights once more. One that runs beside training is
+dropped instead: what the ranks that are left have moved is a part of their next changes.
 """
 
 import dataclasses
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
 from ..compression import AllReduceHook, Bucket, CommHook, CountingGroup, ParamSlice
 from ..distributed.buckets import copy, flatten, in_buckets, unflatten
+from ..distributed.connections import cut_connections
 from .averages import values_of_averages
 from .compressing import CommHookMixin
 from .ddp import DDP
+from .layout import _MEETING_AGAIN
 from .options import DDPOptions, DiLoCoOptions, LocalSGDOptions
 from .step_guard import flag_of_rank
 
@@ -72,9 +80,6 @@ class LocalSGD(DDP):
         common = ("find_unused_parameters", "bucket_cap_mb", "timeout_s")
         super().__init__(DDPOptions(**{name: getattr(options, name) for name in common}), launcher, comm_hook)
         self.local = options
-        if options.overlap_steps:
-            clause = f"exchanges weights beside training: overlap_steps={options.overlap_steps}"
-            self.capabilities = dataclasses.replace(self.capabilities, unsupported_rank_loss=clause)
         self._forget()
 
     def __repr__(self) -> str:
@@ -87,6 +92,8 @@ class LocalSGD(DDP):
         self._means: CountingGroup | None = None
         self._anchor: _OuterOptimizer | None = None
         self._under_way: deque[_Exchange] = deque()
+        self._work: list[_Work] = []  # by fragment, since its change was last sent
+        self._is_weighed = False
         self._is_apart = False
         self._own: list[Tensor] | None = None  # the rank's own weights, while the module has the mean
         self._loaded: tuple[dict[str, Any], dict[str, Any]] = {}, {}
@@ -165,6 +172,7 @@ class LocalSGD(DDP):
             largest_mb=self.local.bucket_cap_mb,
             outer=self.local.outer,
         )
+        self._work = [_Work()] * self._anchor.num_fragments
         shared, own = self._loaded
         if "anchor" in shared:  # otherwise another strategy has saved it
             self._anchor.load_state_dict(shared)
@@ -175,6 +183,8 @@ class LocalSGD(DDP):
         if "weights" in own:
             copy(own["weights"], self._weights())
             self._is_apart = True
+        if len(own.get("work", ())) == self._anchor.num_fragments:
+            self._work = [_Work(*saved) for saved in own["work"]]
         for saved in own.get("under_way", ()):
             # With other parts than those of the saved run, what is under way is exchanged with the next change.
             if (exchange := self._anchor.loaded(saved)) is not None:
@@ -198,9 +208,20 @@ class LocalSGD(DDP):
     def _end_step(self, step: int) -> None:
         if self._anchor is not None:
             self._is_apart = True
+            self._note_work()
             self._exchange(step)
         elif step == self.local.warmup:
             self._begin_local_phase()
+
+    def _note_work(self) -> None:
+        """Counts what the step was made of."""
+        assert self.lightning_module is not None
+        if self.weight_of_step is None or not self.lightning_module.automatic_optimization:
+            return  # the ranks count alike
+        own, of_all = self.weight_of_step()
+        self._is_weighed |= of_all is None  # for good: a step without a loss has no weight, on one rank perhaps
+        work = _Work(own, None if self._is_weighed else of_all)
+        self._work = [before.plus(work) for before in self._work]
 
     def post_backward(self, closure_loss: Tensor) -> None:
         """Checks the reduction; while an exchange is under way, the comm hook is its thread's, and read at its end."""
@@ -231,11 +252,12 @@ class LocalSGD(DDP):
             return
         self._check_trained()
         if self.local.overlap_steps:
-            self._under_way.append(anchor.begun(fragment, step + self.local.overlap_steps))
+            self._under_way.append(anchor.begun(fragment, step + self.local.overlap_steps, self._work[fragment]))
         else:
-            anchor.step(fragment, self._agreed(partial(anchor.means, fragment)))
+            anchor.step(fragment, self._agreed(lambda: anchor.means(fragment, self._work[fragment])))
             assert self._hook is not None
             self._hook.on_step_end()
+        self._work[fragment] = _Work()
         if turn == 0:
             self._average(self._buffers())
         self._is_apart = self.local.overlap_steps > 0 or anchor.num_fragments > 1
@@ -245,8 +267,10 @@ class LocalSGD(DDP):
     def _end_exchange(self) -> None:
         """Takes the outer step with the means of the oldest exchange that is under way."""
         assert self._anchor is not None
+        means = list(self._agreed(lambda: self._under_way[0].means() if self._under_way else ()))
+        if not self._under_way:  # it was lost with a rank
+            return
         exchange = self._under_way.popleft()
-        means = exchange.means()
         # All ranks have the same means, and so come here together.
         if self.comm_hook is not None and not all(mean.isfinite().all() for mean in means):
             self.comm_hook.finish()  # of later exchanges, too: the ranks gather who has sent it
@@ -379,8 +403,19 @@ class LocalSGD(DDP):
         self._end_step(self._num_steps + 1)
 
     def leave_groups(self) -> None:
-        """See `EngineStrategy`; a mean of weights in which the lost rank has had a part is dropped."""
+        """See `EngineStrategy`; a mean in which the lost rank may have had a part is dropped.
+
+        What the ranks that are left have sent in exchanges under way is a part of their next changes.
+        """
         self._restore_own_weights()
+        for exchange in self._under_way:
+            self._work[exchange.fragment] = self._work[exchange.fragment].plus(exchange.work)
+        self._work = [_Work(work.own, None) for work in self._work]  # without the lost rank's
+        self._under_way.clear()
+        cut_connections()
+        for hook in (self._hook, self._warmup):
+            if hook is not None:
+                hook.leave_ranks()
         if self.averages_gradients:
             super().leave_groups()
         else:
@@ -393,9 +428,11 @@ class LocalSGD(DDP):
             return
         super(DDP, self).regroup(devices, rank, store)
         assert self._hook is not None
-        for wire in (self._hook.wire, self._means):
-            assert wire is not None
-            wire.count_ranks()
+        assert self._means is not None
+        self._hook.join_ranks(_MEETING_AGAIN)
+        if (group := self._hook.wire.group) is not None:  # type: ignore[union-attr]
+            group.set_timeout(self._timeout or default_pg_timeout)
+        self._means.join(None)
 
     # --- checkpoints
 
@@ -414,6 +451,7 @@ class LocalSGD(DDP):
             return {}
         states = [super(LocalSGD, self).optimizer_state(optimizer) for optimizer in self.optimizers]
         state: dict[str, Any] = {"optimizers": states, "precision": self.precision_plugin.state_dict()}
+        state["work"] = [work.state() for work in self._work]
         if self._under_way and dist.is_initialized():  # as in `_load_average`
             state["under_way"] = [self._anchor.state_of(exchange) for exchange in self._under_way]
         return state if self._own is None else {**state, "weights": self._own}
@@ -427,12 +465,29 @@ class LocalSGD(DDP):
 # The anchor, and the outer step that updates it: the mathematics of `local_sgd.py`.
 
 
+class _Work(NamedTuple):
+    """The work that a change of weights is of: a number of samples, or the sum of their weights."""
+
+    own: Any = 0
+    of_all: Any = 0
+    """Of all ranks together; None if only a sum over them says it."""
+
+    def plus(self, other: "_Work") -> "_Work":
+        is_known = self.of_all is not None and other.of_all is not None
+        return _Work(self.own + other.own, self.of_all + other.of_all if is_known else None)
+
+    def state(self) -> list[float | None]:
+        """The arguments that make it again."""
+        return [float(self.own), self.of_all]
+
+
 class _Exchange(NamedTuple):
     """An exchange that runs beside training."""
 
     fragment: int
     due_step: int
     """The step after which its result is used."""
+    work: "_Work"
     sent: list[Tensor]
     """The rank's weights as it began, bucket by bucket."""
     means: Callable[[], list[Tensor]]
@@ -487,16 +542,19 @@ class _OuterOptimizer:
         momenta = [value for state in self._outer.state.values() for value in state.values()]
         return sum(tensor.nbytes for tensor in (*self._flats, *momenta) if isinstance(tensor, Tensor))
 
-    def means(self, fragment: int) -> Generator[Tensor, None, None]:
-        """Phases 1 and 2, bucket by bucket: yields the means of the ranks' changes."""
+    def means(self, fragment: int, work: _Work) -> Generator[Tensor, None, None]:
+        """Phases 1 and 2, bucket by bucket: yields the means of the ranks' changes, weighted by their work."""
+        factor = self._hook.factor_of(*work)
         for index in self._places[fragment]:
-            yield self._hook.run(self._change(index, flatten(self._buckets[index])))
+            change = self._change(index, flatten(self._buckets[index]))
+            change.gradients.mul_(factor)
+            yield self._hook.run(change)
 
-    def begun(self, fragment: int, due_step: int) -> _Exchange:
+    def begun(self, fragment: int, due_step: int, work: _Work) -> _Exchange:
         """Phase 1, and the beginning of phase 2."""
         sent = [flatten(self._buckets[index]) for index in self._places[fragment]]
         changes = [self._change(index, weights) for index, weights in zip(self._places[fragment], sent, strict=True)]
-        return _Exchange(fragment, due_step, sent, self._hook.run_beside(changes))
+        return _Exchange(fragment, due_step, work, sent, self._hook.run_beside(changes, *work))
 
     def _change(self, index: int, weights: Tensor) -> Bucket:
         members = tuple(ParamSlice(self._names[p], tuple(p.shape)) for p in self._buckets[index])
@@ -516,7 +574,8 @@ class _OuterOptimizer:
         """The state of an exchange, by the names of parameters: views."""
         places = self._places[exchange.fragment]
         sent, means = (self._by_name(flats, places) for flats in (exchange.sent, exchange.means()))
-        return {"fragment": exchange.fragment, "due_step": exchange.due_step, "sent": sent, "means": means}
+        about = {"fragment": exchange.fragment, "due_step": exchange.due_step, "work": exchange.work.state()}
+        return {**about, "sent": sent, "means": means}
 
     def loaded(self, state: dict[str, Any]) -> _Exchange | None:
         """The exchange that a `state_of` is of; None if its parameters are no fragment any more."""
@@ -528,7 +587,8 @@ class _OuterOptimizer:
                 return None
             for name, view in views.items():
                 view.copy_(saved[name])
-        return _Exchange(state["fragment"], state["due_step"], sent, lambda: means)
+        work = _Work(*state.get("work", ()))
+        return _Exchange(state["fragment"], state["due_step"], work, sent, lambda: means)
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """The anchor and the momentum of each parameter, by name: views."""

@@ -10,13 +10,16 @@ from .without_restart import Plan, plan, storm
 
 POINTS = [("two at once", 0), ("recovery", 0), ("order", 0), ("validation batch", 0)]
 AT_NIGHT = [("random", 1), ("stepped", 1), ("epoch end", 1), ("validation end", 1), ("write", 1), ("renamed", 1)]
-APART = [("stepped", "local_sgd"), ("validation batch", "diloco")]
+APART = [("stepped", "local_sgd"), ("validation batch", "diloco"), ("random", "diloco beside training")]
 APART_AT_NIGHT = [
     ("random", "diloco"),
     ("backward", "local_sgd"),
     ("two at once", "diloco"),
     ("order", "local_sgd"),
     ("save", "local_sgd"),
+    ("stepped", "diloco beside training"),
+    ("recovery", "diloco beside training"),
+    ("save", "diloco beside training"),
 ]
 
 

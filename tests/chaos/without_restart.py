@@ -10,7 +10,8 @@ that were left; and how long it took from each kill until the ranks that are lef
 
 Under `local_sgd` and `diloco` the weights are compared with those of a loop by hand in one process: for each rank a
 module with an optimizer, which is trained on the samples that the rank wrote down, and has no part in exchanges after
-its loss. What a lost rank had still to do before the ranks that are left met is counted apart, as nobody has done it.
+its loss, nor in those beside training that were under way. What a lost rank had still to do before the ranks that are
+left met is counted apart, as nobody has done it.
 
 Weights have 64 bits: the order of a sum makes less than 1e-12, anything else more than 1e-6.
 """
@@ -56,10 +57,13 @@ STEPS = -(-SIZE // BATCH)
 """Optimizer steps of an epoch; the last one has one sample."""
 SAME = 1e-12
 """The largest difference of weights of 64 bits that comes from the order of a sum."""
-STRATEGIES = {"ddp": {}, "local_sgd": {"lr": 1.0}, "diloco": {"lr": 0.7, "momentum": 0.9, "nesterov": True}}
+_DILOCO = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
+STRATEGIES = {"ddp": {}, "local_sgd": {"lr": 1.0}, "diloco": _DILOCO, "diloco beside training": _DILOCO}
 """By name, the outer SGD."""
 SYNC_EVERY = 4
 """Steps between exchanges, which meet the borders of epochs and the other points in various ways."""
+BESIDE = 3
+"""Steps that an exchange beside training takes: two are under way at a time."""
 LIMIT_S = 120.0
 """A run that takes longer has hung: it takes a few seconds, and 15 more if a rank is lost while the others connect."""
 
@@ -323,9 +327,14 @@ def _data() -> TensorDataset:
 
 
 def _fit(run: Plan, num_ranks: int, module: Recorder, resume: Path | None = None, **flags: Any) -> None:
+    name, _, is_beside = run.strategy.partition(" ")
+    options = ["bucket_cap_mb=0.0001"]  # a bucket for each parameter
+    if name != "ddp":
+        options.append(f"sync_every={SYNC_EVERY}")
+    if is_beside:
+        options += ["fragments=2", f"overlap_steps={BESIDE}"]
     engine = Engine(
-        # A bucket for each parameter.
-        strategy=f"{run.strategy}_fork:bucket_cap_mb=0.0001" + f",sync_every={SYNC_EVERY}" * (run.strategy != "ddp"),
+        strategy=f"{name}_fork:{','.join(options)}",
         devices=num_ranks,
         precision="64-true",
         global_batch_size=BATCH,
@@ -445,7 +454,7 @@ def _resumed(run: Plan, lines: list[Any], folder: Path) -> Recorder:
 
 def _by_hand(run: Plan, lines: list[Any]) -> tuple[Recorder, int]:
     """Local steps and exchanges of the ranks, one after the other; and the samples that a lost rank has left undone."""
-    outer = STRATEGIES[run.strategy]
+    is_beside = run.strategy.endswith("beside training")
     given: dict[tuple[int, int], tuple[int, list[int]]] = {}
     for _, _, step, num_ranks, own, *numbers in (line for line in lines if line[0] == "samples"):
         fewest, samples = given.get((own, step), (num_ranks, []))
@@ -457,8 +466,7 @@ def _by_hand(run: Plan, lines: list[Any]) -> tuple[Recorder, int]:
     modules = [Recorder(None, 0.0).double() for _ in range(run.num_ranks)]
     made = [module.configure_optimizers() for module in modules]
     steps, schedules = [one["optimizer"] for one in made], [one["lr_scheduler"]["scheduler"] for one in made]
-    anchor = [p.detach().clone() for p in modules[0].parameters()]
-    outer_step = torch.optim.SGD(anchor, **outer)
+    exchanges = _Exchanges(modules, STRATEGIES[run.strategy], is_beside=is_beside)
     _, inputs, targets = _data().tensors
     members, undone = list(range(run.num_ranks)), 0
     for step in range(1, EPOCHS * STEPS + 1):
@@ -472,22 +480,74 @@ def _by_hand(run: Plan, lines: list[Any]) -> tuple[Recorder, int]:
             loss.backward()
             steps[rank].step()
             schedules[rank].step()
-        if step % SYNC_EVERY == 0:
-            taking_part = [rank for rank in members if lost.get(rank) != (step, True)]
-            _exchange([modules[rank] for rank in taking_part], anchor, outer_step)
-        members = [rank for rank in members if lost.get(rank, (0, False))[0] != step]
-    _exchange([modules[rank] for rank in members], anchor, torch.optim.SGD(anchor, lr=1.0))
+            exchanges.count(rank, len(samples))
+        for in_exchange in (True, False):
+            left = [rank for rank in members if lost.get(rank) != (step, in_exchange)]
+            if left != members:
+                exchanges.drop()
+            members = left
+            if in_exchange:
+                exchanges.run(step, members)
+    exchanges.run_all()
+    weights = [list(modules[rank].parameters()) for rank in members]
+    for own in zip(*weights, strict=True):
+        own[0].data = torch.stack([p.detach() for p in own]).mean(0)
     return modules[members[0]], undone
 
 
-def _exchange(modules: list[Recorder], anchor: list[Tensor], outer_step: torch.optim.SGD) -> None:
-    with torch.no_grad():
-        for value, *own in zip(anchor, *(module.parameters() for module in modules), strict=True):
-            value.grad = sum(value - p for p in own) / len(own)
-        outer_step.step()
-        for module in modules:
-            for value, p in zip(anchor, module.parameters(), strict=True):
-                p.copy_(value)
+class _Exchanges:
+    """Exchanges of weights, in which each rank counts by its samples; one beside training is dropped with a rank."""
+
+    def __init__(self, modules: list[Recorder], outer: dict[str, Any], *, is_beside: bool) -> None:
+        self.weights = [list(module.parameters()) for module in modules]
+        self.parts = (range(2), range(2, 6)) if is_beside else (range(6),)
+        self.duration = BESIDE if is_beside else 0
+        self.anchor = [p.detach().clone() for p in self.weights[0]]
+        self.outers = [torch.optim.SGD([self.anchor[i] for i in part], **outer) for part in self.parts]
+        self.samples = [[0] * len(self.parts) for _ in modules]
+        self.under_way: list[tuple[int, int, dict[int, tuple[int, list[Tensor]]]]] = []
+
+    def count(self, rank: int, num_samples: int) -> None:
+        self.samples[rank] = [before + num_samples for before in self.samples[rank]]
+
+    def drop(self) -> None:
+        for _, number, sent in self.under_way:
+            for rank, (num_samples, _) in sent.items():
+                self.samples[rank][number] += num_samples
+        self.under_way.clear()
+
+    def run(self, step: int, members: list[int]) -> None:
+        """Ends what is due after a step, and begins that of a part."""
+        while self.under_way and self.under_way[0][0] == step:
+            self.end()
+        for number, part in enumerate(self.parts):
+            if (step - SYNC_EVERY * (number + 1) // len(self.parts)) % SYNC_EVERY == 0:
+                sent = {
+                    rank: (self.samples[rank][number], [self.weights[rank][i].detach().clone() for i in part])
+                    for rank in members
+                }
+                self.under_way.append((step + self.duration, number, sent))
+                for rank in members:
+                    self.samples[rank][number] = 0
+        if not self.duration:
+            self.run_all()
+
+    def run_all(self) -> None:
+        while self.under_way:
+            self.end()
+
+    def end(self) -> None:
+        _, number, sent = self.under_way.pop(0)
+        total = sum(num_samples for num_samples, _ in sent.values())
+        with torch.no_grad():
+            for place, i in enumerate(self.parts[number]):
+                value = self.anchor[i]
+                value.grad = sum(n * (value - before[place]) for n, before in sent.values()) / total
+            self.outers[number].step()
+            for rank, (_, before) in sent.items():
+                for place, i in enumerate(self.parts[number]):
+                    p = self.weights[rank][i]
+                    p.copy_(self.anchor[i] + (p - before[place]))
 
 
 def main() -> None:

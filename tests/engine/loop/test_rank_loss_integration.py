@@ -414,7 +414,14 @@ class Apart(Net):
         (self.folder / f"lost by {self.global_rank}").write_text(f"{lost}{words}")
 
 
-@pytest.mark.parametrize("flag", ["local_sgd_fork:sync_every=3,warmup=9", "diloco_fork:sync_every=5"])
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "local_sgd_fork:sync_every=3,warmup=9",
+        "local_sgd_fork:sync_every=3,overlap_steps=2,warmup=9",
+        "diloco_fork:sync_every=5",
+    ],
+)
 def test_ranks_that_train_apart_meet_without_the_lost_one(tmp_path, monkeypatch, flag):
     monkeypatch.setattr(Apart, "folder", tmp_path, raising=False)
     module = Apart()
