@@ -125,6 +125,7 @@ ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
         "_unsafe_view",
     ),
     "torch.cuda.memory": ("_dump_snapshot", "_record_memory_history"),
+    "torch.nn.attention.flex_attention": ("_validate_embed_dim",),
     "torch.utils.checkpoint": ("_checkpoint_without_reentrant_generator",),
     "torch.utils.tensorboard:SummaryWriter": ("_get_file_writer",),
     "torch.amp:GradScaler": ("_per_optimizer_states",),

@@ -55,8 +55,7 @@ class LossWeighting:
         """This rank's weights from `training_step`, by micro-batch: an optimizer may compute a loss several times."""
         self.data_size = 1
         """The number of ranks with different samples, set when the first epoch begins."""
-        self._of_single_batch = Samples(1, 1)
-        """The samples in a step of one micro-batch."""
+        self._batch_idx = 0
 
     def begin_epoch(self) -> None:
         """Looks up the number of ranks, which no epoch changes."""
@@ -133,10 +132,10 @@ class LossWeighting:
     def _of_single(self, loss: Tensor | None, batch_idx: int) -> Tensor | None:
         """Weighs the only micro-batch of a step by its samples; nothing is kept for the next call."""
         self._first_batch_idx, self._estimate, self._has_weights = -1, None, False
+        self._batch_idx = batch_idx
         if loss is None or self.data_size == 1:
             return loss
         samples = self._trainer._data_connector.sizes.samples(batch_idx)
-        self._of_single_batch = samples
         if samples.local * self.data_size == samples.total:  # the usual case: this rank has its equal share
             return loss
         return _weighed(loss, samples.local, _samples_of(samples, self._num_ranks), self._num_ranks)
@@ -205,7 +204,9 @@ class LossWeighting:
         """See `EngineStrategy`."""
         if self._weights:
             return self._weights_of_step(), None
-        of_step = [self._of_single_batch] if self._first_batch_idx < 0 else self._samples.values()
+        if self._first_batch_idx < 0:
+            return self._trainer._data_connector.sizes.samples(self._batch_idx)
+        of_step = self._samples.values()
         return sum(samples.local for samples in of_step), sum(samples.total for samples in of_step)
 
     def _weights_of_step(self) -> Tensor:

@@ -30,6 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn import functional
+from torch.nn.attention import flex_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
@@ -109,6 +110,7 @@ class ContextParallel(TensorParallel):
     def setup(self, trainer: Trainer) -> None:
         """Splits the sequences from here on; see `TensorParallel`."""
         self._while_running.enter_context(_recomputed_alike())
+        self._while_running.enter_context(_refusing_flex_attention())
         super().setup(trainer)
 
 
@@ -198,6 +200,27 @@ def _recomputed_alike() -> Iterator[None]:
         yield
     finally:
         checkpoint._checkpoint_without_reentrant_generator = make
+
+
+@contextlib.contextmanager
+def _refusing_flex_attention() -> Iterator[None]:
+    """Context in which FlexAttention of a split sequence is an error by name: torch has no rule for it."""
+    check = flex_attention._validate_embed_dim  # torch: `flex_attention` itself is imported by name
+
+    def refuse(*tensors: Tensor) -> None:
+        if any(isinstance(tensor, DTensor) for tensor in tensors):
+            raise NotImplementedError(
+                "flex_attention can't be computed of a sequence that is split over ranks. Use"
+                " scaled_dot_product_attention, with `is_causal` or a mask (attn_implementation='sdpa' in"
+                " transformers), or choose another strategy, such as 'fsdp'."
+            )
+        check(*tensors)
+
+    flex_attention._validate_embed_dim = refuse
+    try:
+        yield
+    finally:
+        flex_attention._validate_embed_dim = check
 
 
 class SequenceFunctions(TorchFunctionMode):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn import functional
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.data import DataLoader
 from torchmetrics import MeanSquaredError
 
@@ -183,11 +184,21 @@ class Block(nn.Module):
         q = self.q(y).view(batch, time, self.num_heads, 4).transpose(1, 2)
         k, v = (layer(y).view(batch, time, self.num_key_heads, 4).transpose(1, 2) for layer in (self.k, self.v))
         mask = is_kept[:, None, None, :] & torch.ones(time, time).tril().bool()
+        if self.kind.startswith("flex attention"):
+            # torch: on the CPU it has no backward.
+            flex = torch.compile(flex_attention, backend="eager") if self.kind.endswith("compiled") else flex_attention
+            with torch.no_grad():
+                mask = create_block_mask(_is_past, None, None, time, time, "cpu")
+                flex(q.detach(), k.detach(), v.detach(), block_mask=mask, enable_gqa=True)
         dropout = 0.1 if self.kind == "attention dropout" and self.training else 0.0
         y = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, enable_gqa=True)
         if self.kind == "a write into a slice":
             y[:, :, :1].mul_(0)
         return x + self.out(y.transpose(1, 2).reshape(batch, time, -1)) - self.mean
+
+
+def _is_past(sample: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    return query >= key
 
 
 class Reader(LightningModule):
@@ -261,6 +272,8 @@ def test_equals_a_plain_loop(arguments, time):
     ("kind", "message"),
     [
         ("attention dropout", "attention with dropout can't be split along the sequence"),
+        ("flex attention", "flex_attention can't be computed of a sequence that is split over ranks. Use scaled_dot"),
+        ("flex attention, compiled", "flex_attention can't be computed of a sequence that is split over ranks"),
         ("a write into a slice", "mul_ writes to a part of a sequence that is split over ranks"),
     ],
 )
