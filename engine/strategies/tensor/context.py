@@ -207,14 +207,14 @@ def _refusing_flex_attention() -> Iterator[None]:
     """Context in which FlexAttention of a split sequence is an error by name: torch has no rule for it."""
     check = flex_attention._validate_embed_dim  # torch: `flex_attention` itself is imported by name
 
-    def refuse(*tensors: Tensor) -> None:
-        if any(isinstance(tensor, DTensor) for tensor in tensors):
+    def refuse(query: Tensor, key: Tensor, value: Tensor) -> None:
+        if any(isinstance(tensor, DTensor) for tensor in (query, key, value)):
             raise NotImplementedError(
                 "flex_attention can't be computed of a sequence that is split over ranks. Use"
                 " scaled_dot_product_attention, with `is_causal` or a mask (attn_implementation='sdpa' in"
                 " transformers), or choose another strategy, such as 'fsdp'."
             )
-        check(*tensors)
+        check(query, key, value)
 
     flex_attention._validate_embed_dim = refuse
     try:
