@@ -201,19 +201,25 @@ def _decides(module: nn.Module, name: str) -> bool:
             continue
         for method, function in vars(cls).items():
             if isinstance(function, types.FunctionType) and not method.startswith(_OUTSIDE_STEPS):
-                first = _first_use(function.__code__, attribute)
+                first = _first_use(function.__code__, attribute, function.__code__.co_varnames[:1])
                 reads |= first == "LOAD_ATTR"
                 writes |= first == "STORE_ATTR" and not any(word in method for word in ("init", "reset", "clear"))
     return reads and not writes
 
 
-def _first_use(code: types.CodeType, attribute: str) -> str | None:
-    """Returns the first operation on ``self.attribute``, other than to append to it, also in functions inside."""
+def _first_use(code: types.CodeType, attribute: str, me: tuple[str, ...]) -> str | None:
+    """Returns the first operation on ``self.attribute``, other than to append to it, also in functions inside.
+
+    Args:
+        code: of a method, or of a function inside.
+        attribute: the name.
+        me: the name of `self`.
+    """
     instructions = [*dis.get_instructions(code)]
     owner: Any = None
     for instruction, following in zip(instructions, [*instructions[1:], None], strict=True):
         grows = following is not None and following.argval in _GROWS
-        is_of_self = instruction.argval == attribute and owner == "self" and not grows
+        is_of_self = instruction.argval == attribute and owner in me and not grows
         if is_of_self and instruction.opname in ("LOAD_ATTR", "STORE_ATTR"):
             return instruction.opname
         if instruction.opname.startswith(("LOAD_FAST", "LOAD_DEREF")):  # from Python 3.13 on, it may load two variables
@@ -221,5 +227,5 @@ def _first_use(code: types.CodeType, attribute: str) -> str | None:
             owner = names[-1] if isinstance(names, tuple) else names
         else:
             owner = None
-    inner = (_first_use(constant, attribute) for constant in code.co_consts if isinstance(constant, types.CodeType))
+    inner = (_first_use(constant, attribute, me) for constant in code.co_consts if isinstance(constant, types.CodeType))
     return next((use for use in inner if use is not None), None)

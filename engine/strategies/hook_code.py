@@ -45,16 +45,16 @@ def reader_of_state(owners: Iterable[Any], optimizers: Iterable[Optimizer]) -> s
 
 
 def check_types(owners: Iterable[Any], strategy: str) -> None:
-    """Checks that hooks do not ask whether the type of a value is `Parameter`: a DTensor's is another one.
+    """Checks that hooks do not compare types of values with `Parameter`, or `Tensor`: a DTensor's is another one.
 
     Raises:
         TypeError: one does.
     """
-    if line := _line(owners, _compares_type, {"Parameter"}):
+    if line := _line(owners, _compares_type, {"Parameter", "Tensor"}):
         raise TypeError(
-            f"{line} compares the type of a value with Parameter: under {strategy} parameters are of type DTensor, so"
-            " this would pass over all of them. Write `isinstance(p, nn.Parameter)`, or choose another strategy, such"
-            " as 'ddp'."
+            f"{line} compares the type of a value with that of parameters, their data or gradients: under {strategy}"
+            " these are of type DTensor, so this would pass over all of them. Write `isinstance(p, nn.Parameter)`, or"
+            " choose another strategy, such as 'ddp'."
         )
 
 
@@ -98,7 +98,9 @@ def _last(names: Any) -> Any:
 
 
 def _compares_type(instructions: _Instructions, index: int, me: str | None) -> bool:
-    if instructions[index].argval != "Parameter":
+    # `type(p.data) is Tensor` as well; other tensors are no parts.
+    of_data = {"data", "grad"} & {near.argval for near in instructions[max(0, index - 8) : index]}
+    if instructions[index].argval != "Parameter" and not (instructions[index].argval == "Tensor" and of_data):
         return False
     names = {instruction.argval for instruction in instructions if isinstance(instruction.argval, str)}
     if "DTensor" in names or not names & {"type", "__class__"}:

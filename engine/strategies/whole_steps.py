@@ -17,7 +17,7 @@ import contextlib
 import functools
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -114,20 +114,21 @@ def whole_in_hooks(trainer: Trainer) -> Callable[[], None]:
     return wrap_hooks(trainer, _call_whole)
 
 
-def wrap_hooks(trainer: Trainer, call: Callable[..., Any]) -> Callable[[], None]:
+def wrap_hooks(trainer: Trainer, call: Callable[..., Any], others: Collection[str] = ()) -> Callable[[], None]:
     """Has the user's hooks, of the module and of callbacks, called by `call`; returns what undoes it.
 
     Args:
         trainer: has the module and the callbacks.
         call: called with the owner of a hook, the hook's name, the owner's attribute of that name or None, and the
             arguments of the hook.
+        others: names of further methods that Lightning calls.
     """
     wrapped: list[tuple[Any, str, Any]] = []
     for owner in (trainer.lightning_module, *trainer.callbacks):  # type: ignore[attr-defined]
         base = LightningModule if isinstance(owner, LightningModule) else Callback
         for name in dir(base):
             is_hook = name.startswith("on_") and "transfer" not in name and "checkpoint" not in name
-            is_hook |= name == "optimizer_zero_grad"
+            is_hook |= name == "optimizer_zero_grad" or name in others
             # The hooks of BaseFinetuning, which compare parameters, call the user's `finetune_function`.
             hook = getattr(getattr(owner, name), "__func__", getattr(owner, name))
             if is_hook and (_is_users(hook) or hook is BaseFinetuning.on_train_epoch_start):

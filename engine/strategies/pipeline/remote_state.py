@@ -22,6 +22,8 @@ from .remote_values import mark_origin, origin_of
 
 __all__ = ["show_state_of_all"]
 
+_OTHER_HOOKS = "configure_gradient_clipping", "optimizer_step", "lr_scheduler_step"
+
 
 def show_state_of_all(trainer: Trainer, optimizers: list[Optimizer], schedulers: Iterable[Any]) -> Callable[[], None]:
     """Shows hooks that read an optimizer's state that of all stages; returns what undoes it.
@@ -34,11 +36,15 @@ def show_state_of_all(trainer: Trainer, optimizers: list[Optimizer], schedulers:
             f"{line} reads the state of an optimizer, of which a pipeline stage has its own part: read it in a hook of"
             " the module or of a callback, such as on_train_batch_end, or choose another strategy, such as 'fsdp'."
         )
+    if line := reader_of_state([trainer.lightning_module.training_step], ()):
+        raise CutError(
+            f"{line} in the step reads the state of an optimizer: do it in a hook, such as on_train_batch_start."
+        )
     line = reader_of_state((trainer.lightning_module, *trainer.callbacks), ())  # type: ignore[attr-defined]
     if not line:
         return lambda: None
     state = _StateOfAll(optimizers, line)
-    return wrap_hooks(trainer, state.call)
+    return wrap_hooks(trainer, state.call, _OTHER_HOOKS)
 
 
 class _StateOfAll:
@@ -46,6 +52,8 @@ class _StateOfAll:
         self._optimizers, self._line = optimizers, line
         self._stepped: set[Tensor] = set()
         """The parameters of other stages that may have been stepped."""
+        self._depth = 0
+        """How many hooks run, one within the other."""
 
     def __deepcopy__(self, memo: Any) -> "_StateOfAll":
         return self  # a copy of a module has its hooks, too
@@ -59,10 +67,12 @@ class _StateOfAll:
     def _shown(self) -> Iterator[None]:
         for optimizer in self._optimizers:
             self._add(optimizer)
+        self._depth += 1
         try:
             yield
         finally:
-            for optimizer in self._optimizers:
+            self._depth -= 1
+            for optimizer in self._optimizers if not self._depth else ():
                 for parameter in [p for p in optimizer.state if isinstance(p, RemoteTensor)]:
                     del optimizer.state[parameter]
 

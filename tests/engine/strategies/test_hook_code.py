@@ -110,6 +110,11 @@ class OneOf(Callback):
         return [p for p in module.parameters() if type(p) in (torch.Tensor, nn.Parameter)]
 
 
+class OfData(Callback):
+    def on_train_batch_end(self, trainer, module, *_):
+        return [p for p in module.parameters() if type(p.data) is torch.Tensor]
+
+
 class TheOtherWay(Callback):
     def on_train_batch_end(self, trainer, module, *_):
         return [p for p in module.parameters() if nn.Parameter == p.__class__]
@@ -124,12 +129,14 @@ class IsAnInstance(Callback):
     def __init__(self):
         self.whole = type(nn.Parameter()) is nn.Parameter
 
-    def on_train_batch_end(self, trainer, module, *_):
+    def on_train_batch_end(self, trainer, module, outputs, batch, *_):
+        if type(batch) is torch.Tensor:
+            return ()
         found = [p for p in module.parameters() if isinstance(p, nn.Parameter) and type(p.grad) is not int]
         return found, type(module) is LightningModule, nn.Parameter(torch.ones(1)), type(found) is list
 
 
-@pytest.mark.parametrize("kind", [Is, IsNot, OneOf, TheOtherWay, ByName])
+@pytest.mark.parametrize("kind", [Is, IsNot, OneOf, OfData, TheOtherWay, ByName])
 def test_a_comparison_of_types_with_parameter_is_refused(kind):
     with pytest.raises(TypeError, match=r"in .*: .* compares the type .* under 'fsdp' .* Write `isinstance\("):
         check_types([kind()], "'fsdp'")

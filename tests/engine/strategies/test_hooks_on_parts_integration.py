@@ -66,8 +66,8 @@ class Hook(Callback):
         self.function(module, trainer.optimizers[0])
 
 
-def fitted(strategy, make_optimizer=adamw, callbacks=()):
-    module = Net(make_optimizer)
+def fitted(strategy, make_optimizer=adamw, callbacks=(), kind=Net):
+    module = kind(make_optimizer)
     size = SIZE if strategy in ("tp", "pp") else SIZE // 2
     trainer = engine(strategy=f"{strategy}_fork", devices=2, callbacks=list(callbacks), check_first_steps=False)
     trainer.fit(module, DataLoader(data(), size))
@@ -114,6 +114,26 @@ def averages(module, optimizer):
     set_rate(optimizer, 0.02 / (1 + float(torch.stack([moment.norm() for moment in moments]).norm())))
 
 
+class ByClipping(Net):
+    def configure_gradient_clipping(self, optimizer, *unused, **flags):
+        set_rate(optimizer, 0.4 / (1 + len(optimizer.state)))
+
+
+class ByStep(Net):
+    def optimizer_step(self, epoch, batch_idx, optimizer, closure):
+        set_rate(optimizer, 0.4 / (1 + len(optimizer.state)))
+        super().optimizer_step(epoch, batch_idx, optimizer, closure)
+
+
+class InTheStep(Net):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) / (1 + len(self.optimizers().state))
+
+
+def rate_by_number_before(module, optimizer):
+    set_rate(optimizer, 0.4 / (1 + len(optimizer.state)))
+
+
 READERS = (halve_moments, rate_by_number, rate_by_members, rate_by_sizes, rate_by_steps, rate_by_moments, averages)
 
 
@@ -130,6 +150,21 @@ def test_hooks_see_the_state_of_all_parameters(strategy, reads):
         return
     expected = plain_loop(adamw, on_train_batch_end=reads)
     assert largest_difference(fitted(strategy, callbacks=[callback]), expected) <= 1e-5
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.filterwarnings("ignore:strategy 'zero1_fork'.* reads the state of an optimizer")
+@pytest.mark.parametrize("kind", [ByClipping, ByStep])
+@pytest.mark.parametrize("strategy", ["zero1", "pp"])
+def test_so_do_the_modules_own_step_and_clipping(strategy, kind):
+    expected = plain_loop(adamw, on_train_batch_start=rate_by_number_before)
+    assert largest_difference(fitted(strategy, kind=kind), expected) <= 1e-5
+
+
+@pytest.mark.timeout(60)
+def test_a_step_of_stages_that_reads_it_is_refused():
+    with pytest.raises(ProcessRaisedException, match=r"in training_step: .* in the step reads the state"):
+        fitted("pp", kind=InTheStep)
 
 
 @pytest.mark.timeout(60)
@@ -207,7 +242,7 @@ class ByType(Callback):
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("strategy", ["fsdp", "tp"])
 def test_a_hook_that_would_pass_over_all_parameters_is_refused(strategy):
-    message = r"in on_train_batch_end: .* compares the type of a value with Parameter: under '.*_fork' parameters are"
+    message = r"in on_train_batch_end: .* compares the type of a value .* under '.*_fork' these are of type DTensor"
     with pytest.raises(ProcessRaisedException, match=message):
         fitted(strategy, callbacks=[ByType()])
 

@@ -60,6 +60,20 @@ class Scales(RunningMean):
         return loss / self.scale
 
 
+class SkipsByFlag(RunningMean):
+    """One rank decides, by its own samples, say; and `self` has another name."""
+
+    skips = False
+
+    def training_step(this, batch: Tensor, batch_idx: int) -> Tensor:  # noqa: N805
+        loss = (this.net(batch) - batch.sum(1, keepdim=True)).square().mean()
+        return loss * 0 if this.skips else loss
+
+    def on_train_batch_end(self, *_) -> None:
+        if self.global_rank == 0:
+            self.skips = True
+
+
 class Queue(nn.Module):
     """Moves away from what it has seen, as a contrastive loss does."""
 
@@ -170,6 +184,7 @@ def test_buffers_that_differ_are_named(strategy, cls, name, option):
     [
         ("ddp_fork", Scales, "scale"),
         ("zero1_fork", Scales, "scale"),
+        ("ddp_fork", SkipsByFlag, "skips"),
         ("fsdp_fork", Scales, "scale"),
         ("ddp_fork", Contrasts, "queue._seen"),
         ("fsdp_fork", Contrasts, "queue._seen"),
