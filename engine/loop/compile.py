@@ -190,12 +190,13 @@ class _Backend(torch._TorchCompileInductorWrapper):  # torch: `torch.compile(mod
         self._num_graphs += 1
         if self._store is not None and not self._is_first:
             self._wait(self._store, key)
-        # Compile the backward graph together with the forward graph, so that the first process compiles both.
-        with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
-            compiled = self._compile_graph(model_, inputs_, **kwargs)
-        if self._store is not None and self._is_first:
-            self._store.set(key, "1")
-        return compiled
+        try:
+            # Compile the backward graph together with the forward graph, so that the first process compiles both.
+            with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
+                return self._compile_graph(model_, inputs_, **kwargs)
+        finally:  # a graph that fails is run without the compiler, by all ranks together
+            if self._store is not None and self._is_first:
+                self._store.set(key, "1")
 
     def _compile_graph(self, graph: Any, inputs: Any, **kwargs: Any) -> Any:
         return super().__call__(graph, inputs, **kwargs)

@@ -20,6 +20,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -141,6 +142,8 @@ class UnitOrder:
         Raises:
             RuntimeError: another rank makes another call, or makes none in time.
         """
+        if torch.compiler.is_compiling():  # traced, not made: by one rank, while the others wait for its graph
+            return
         if call != self._place.expected and self._number >= self._num_agreed:
             with waiting("the agreement on the next unit"):
                 self._ask(call)

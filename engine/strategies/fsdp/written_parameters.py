@@ -53,6 +53,8 @@ class _Part(DTensor):
 
 def _get_item(tensor: Any, index: Any) -> Any:
     part: Any = Tensor.__getitem__(tensor, index)
+    if torch.compiler.is_compiling():  # its tensors have no memory
+        return part
     indices = index if isinstance(index, tuple) else (index,)
     is_view = all(entry is None or entry is ... or isinstance(entry, (int, slice)) for entry in indices)
     # Activations are no leaves; parameters and gradients are.

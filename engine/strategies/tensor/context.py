@@ -39,7 +39,7 @@ from ...flags import Axis
 from ..options import CPOptions, DDPCPOptions, FSDPCPOptions, HSDPCPOptions
 from ..units import named_blocks
 from .strategy import TensorParallel
-from .styles import is_raised_by_dtensor, replicate, to_plain, to_replica
+from .styles import is_raised_by_dtensor, replicate, to_plain, to_replica, wrap_forward
 
 __all__ = ["ContextParallel", "SequenceFunctions", "cut"]
 
@@ -135,15 +135,16 @@ class _SplitSequence(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         replicate(module, device_mesh)
-        module.forward = functools.partial(self._run, module.forward, device_mesh)
+        self._mesh = device_mesh
+        wrap_forward(module, self._run)
         return module
 
-    def _run(self, forward: Callable[..., Any], mesh: DeviceMesh, *args: Any, **kwargs: Any) -> Any:
+    def _run(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         named: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         place = next((place for place, arg in named.items() if _has_time(arg)), None)
         if place is not None:
             self.has_split = True
-            named[place] = cut(named[place], mesh)
+            named[place] = cut(named[place], self._mesh)
         # Entered here, too: where a block is computed again, in backward, no mode is active.
         with SequenceFunctions():
             return forward(*(named[i] for i in range(len(args))), **{name: named[name] for name in kwargs})

@@ -481,7 +481,7 @@ def _compute_replicated(
             submodule._forward_hooks.pop(key, None)
         if isinstance(style_of_part, FusedColwise):
             del submodule.forward
-    style.replacement = functools.partial(_forward, region)
+    style.replacement = _forward
 
 
 def _forward(region: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -9,6 +9,7 @@ import functools
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
+from types import MethodType
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ __all__ = [
     "replicate",
     "to_plain",
     "to_replica",
+    "wrap_forward",
 ]
 
 
@@ -83,8 +85,26 @@ class _Leave(torch.autograd.Function):
         return DTensor.from_local(gradient, *ctx.spec, run_check=False)
 
 
+def wrap_forward(module: nn.Module, run: Callable[..., Any]) -> None:
+    """Has `run(module, forward, *args, **kwargs)` called in place of the forward of `module`.
+
+    torch compiles a `functools.partial` for each module; modules of one class share the graph of a method.
+    """
+    if "forward" in vars(module):
+        module.forward = functools.partial(run, module, module.forward)
+        return
+    forward = type(module).forward  # not bound: a copy of the module has to run its own
+
+    def method(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return run(module, functools.partial(forward, module), *args, **kwargs)
+
+    module.forward = MethodType(method, module)  # type: ignore[method-assign]
+
+
 def refuse_second_backward(module: nn.Module, args: Any, output: Any) -> None:
     """Forward hook of a split layer: a backward through it with ``create_graph=True`` raises a RuntimeError."""
+    if torch.compiler.is_compiling():  # torch refuses it for all graphs
+        return
     tree_map_only(Tensor, lambda tensor: tensor.register_hook(_refuse) if tensor.requires_grad else None, output)
 
 
@@ -141,7 +161,7 @@ class ParallelRegion(ParallelStyle):
         super().__init__()
         self.by_sequence = by_sequence
         self.replacement: Callable[..., Any] | None = None
-        """Called in place of the forward, with the forward, its args and its kwargs; None: nothing is."""
+        """Called in place of the forward, with module, forward, args and kwargs; None: nothing is."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         replicate(module, device_mesh)
@@ -150,12 +170,14 @@ class ParallelRegion(ParallelStyle):
         module.register_forward_pre_hook(arguments.enter, with_kwargs=True)
         module.register_forward_hook(arguments.leave)
         module.register_forward_hook(_cut_output if self.by_sequence else _plain_output)
-        module.forward = functools.partial(self._run, module, module.forward)
+        wrap_forward(module, self._run)
         return module
 
     def _run(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.replacement is not None:
-            return self.replacement(forward, args, kwargs)
+            return self.replacement(module, forward, args, kwargs)
+        if torch.compiler.is_compiling():  # it can't trace what looks at an error's frames
+            return forward(*args, **kwargs)
         try:
             return forward(*args, **kwargs)
         except Exception as error:
@@ -277,7 +299,7 @@ class FusedColwise(ParallelStyle):
 
     Args:
         num_parts: number of parts of the output.
-        cuts_bias: split the bias as the weight; else each rank has all of it, one element a row, and gathers its
+        cuts_bias: split the bias as the weight; else each rank has all of it, one element a row, and sums its
             gradient. FSDP2 could not shard such a bias once more.
     """
 
@@ -289,30 +311,31 @@ class FusedColwise(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, nn.Linear)
         placement = _StridedShard(0, split_factor=self.num_parts)
-        rank, size = device_mesh.get_local_rank(), device_mesh.size()
-
-        def own_rows(whole: Tensor) -> Tensor:
-            return whole.detach().unflatten(0, (self.num_parts, size, -1))[:, rank].flatten(0, 1).clone()
-
         weight, bias = module.weight, module.bias
-        module.weight = _dtensor_parameter(weight, own_rows(weight), device_mesh, placement)
+        own_rows = self._own_rows(weight.detach(), device_mesh).clone()
+        module.weight = _dtensor_parameter(weight, own_rows, device_mesh, placement)
         if bias is not None and self.cuts_bias:
-            module.bias = _dtensor_parameter(bias, own_rows(bias), device_mesh, placement)
+            own_rows = self._own_rows(bias.detach(), device_mesh).clone()
+            module.bias = _dtensor_parameter(bias, own_rows, device_mesh, placement)
         elif bias is not None:
             module.bias = _dtensor_parameter(bias, bias.detach(), device_mesh, Replicate())
-        module.forward = functools.partial(self._forward, module, device_mesh)  # type: ignore[method-assign]
+        wrap_forward(module, self._forward)
         return module
 
-    def _forward(self, module: nn.Linear, mesh: DeviceMesh, input: Tensor) -> DTensor:
+    def _own_rows(self, whole: Tensor, mesh: DeviceMesh) -> Tensor:
+        return whole.unflatten(0, (self.num_parts, mesh.size(), -1))[:, mesh.get_local_rank()].flatten(0, 1)
+
+    def _forward(self, module: nn.Linear, forward: Callable[..., Any], input: Tensor) -> DTensor:
         # On local tensors: by DTensors, torch would gather the weights for the gradient of the input.
         weight: Any = module.weight
         bias: Any = module.bias
+        mesh = weight.device_mesh
+        if bias is not None and self.cuts_bias:
+            bias = bias.to_local()
+        elif bias is not None:
+            bias = self._own_rows(bias.to_local(grad_placements=[Partial()]), mesh)
         replica: Any = to_replica(input, mesh)
-        local = nn.functional.linear(
-            replica.to_local(grad_placements=[Partial()]),
-            weight.to_local(),
-            None if bias is None else bias.redistribute(placements=weight.placements).to_local(),
-        )
+        local = nn.functional.linear(replica.to_local(grad_placements=[Partial()]), weight.to_local(), bias)
         placement = _StridedShard(local.dim() - 1, split_factor=self.num_parts)
         return DTensor.from_local(local, mesh, [placement], run_check=False)
 
@@ -359,7 +382,7 @@ class EmbeddingParallel(RowwiseParallel):
         module = super()._apply(module, device_mesh)
         if module.padding_idx is not None:
             # torch: its backward would count padding_idx within this rank's rows, not within the whole table.
-            module.forward = functools.partial(_without_padding, module, module.forward)
+            wrap_forward(module, _without_padding)
             module.register_forward_hook(_stop_at_padding)
         if not self.by_sequence:
             module.register_forward_hook(_plain_output)
@@ -412,12 +435,13 @@ class Experts(ParallelStyle):
         own_columns = down.detach().unflatten(2, (size, -1))[:, :, rank].clone()
         module.register_parameter(_UP, _dtensor_parameter(up, own_rows, device_mesh, _StridedShard(1, split_factor=2)))
         module.register_parameter(_DOWN, _dtensor_parameter(down, own_columns, device_mesh, Shard(2)))
-        module.forward = functools.partial(self._forward, module, module.forward, device_mesh)
+        self._mesh = device_mesh
+        wrap_forward(module, self._forward)
         return module
 
-    def _forward(
-        self, module: nn.Module, forward: Callable[..., Any], mesh: DeviceMesh, *args: Any, **kwargs: Any
-    ) -> Any:
+    def _forward(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        mesh = self._mesh
+
         def local_input(tensor: Tensor) -> Tensor:
             replica = to_replica(tensor, mesh)
             return replica.to_local(grad_placements=[Partial()]) if isinstance(replica, DTensor) else replica
