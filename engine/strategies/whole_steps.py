@@ -442,7 +442,9 @@ class _Shared(NamedTuple):
     cuts: tuple[tuple[int, int], ...]
     """The dim and the number of parts of each cut, in their order: each cuts the parts of those before."""
     holders: tuple[int, ...]
-    """The rank that has each part."""
+    """The rank that has each part, of the first `len(holders)`."""
+    num_replicas: int = 1
+    """How often the group has all parts: those of the first ranks, then the same of as many others."""
 
     def parts(self, whole: Tensor) -> list[Tensor]:
         """The part of each rank: torch's chunks, of which the last ones may be shorter, or empty."""
@@ -451,7 +453,8 @@ class _Shared(NamedTuple):
         parts = [whole]
         for dim, number in self.cuts:
             parts = [piece for part in parts for piece in part.split(_lengths(part.shape[dim], number), dim)]
-        return [part for _, part in sorted(zip(self.holders, parts, strict=True), key=lambda pair: pair[0])]
+        in_order = [part for _, part in sorted(zip(self.holders, parts, strict=True), key=lambda pair: pair[0])]
+        return in_order * self.num_replicas
 
     def joined(self, parts: Sequence[Tensor]) -> Tensor:
         """The inverse of `parts`."""
@@ -476,16 +479,19 @@ def _shared(replicas: dist.ProcessGroup | None, *tensors: Any) -> _Shared | None
         of_axis = _Shared(mesh.get_group(axes[0]), ((placements[axes[0]].dim, size),), tuple(range(size)))
         return of_axis if size > 1 else None
     is_world = mesh.mesh.flatten().tolist() == list(range(dist.get_world_size()))
-    if not is_world or mesh.size() == 1 or len(axes) not in (0, mesh.ndim):
+    if not is_world or mesh.size() == 1:
         return None
     if not axes:
         return _Shared(dist.group.WORLD, (), ())
-    outer, inner = placements[0], placements[-1]
-    # FSDP2 has cut what a rank of tp has: along the same dim, torch says so by a placement of its own.
-    if len(axes) > 2 or type(inner) is not Shard or (type(outer) is Shard) is (outer.dim == inner.dim):
+    if axes != [mesh.ndim - 2, mesh.ndim - 1]:
         return None
-    cuts = ((inner.dim, mesh.size(1)), (outer.dim, mesh.size(0)))
-    return _Shared(dist.group.WORLD, cuts, tuple(mesh.mesh.T.flatten().tolist()))
+    outer, inner = placements[-2:]
+    # FSDP2 has cut what a rank of tp has: along the same dim, torch says so by a placement of its own.
+    if type(inner) is not Shard or (type(outer) is Shard) is (outer.dim == inner.dim):
+        return None
+    replicas = mesh.mesh.view(-1, *mesh.shape[-2:])
+    cuts = ((inner.dim, replicas.shape[2]), (outer.dim, replicas.shape[1]))
+    return _Shared(dist.group.WORLD, cuts, tuple(replicas[0].T.flatten().tolist()), len(replicas))
 
 
 def _step_dealt(
