@@ -489,9 +489,9 @@ def _shared(replicas: dist.ProcessGroup | None, *tensors: Any) -> _Shared | None
     # FSDP2 has cut what a rank of tp has: along the same dim, torch says so by a placement of its own.
     if type(inner) is not Shard or (type(outer) is Shard) is (outer.dim == inner.dim):
         return None
-    replicas = mesh.mesh.view(-1, *mesh.shape[-2:])
-    cuts = ((inner.dim, replicas.shape[2]), (outer.dim, replicas.shape[1]))
-    return _Shared(dist.group.WORLD, cuts, tuple(replicas[0].T.flatten().tolist()), len(replicas))
+    by_replica = mesh.mesh.view(-1, *mesh.shape[-2:])
+    cuts = ((inner.dim, by_replica.shape[2]), (outer.dim, by_replica.shape[1]))
+    return _Shared(dist.group.WORLD, cuts, tuple(by_replica[0].T.flatten().tolist()), len(by_replica))
 
 
 def _step_dealt(

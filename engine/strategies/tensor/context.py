@@ -15,7 +15,6 @@ Then the collectives of `fsdp` or `hsdp`.
 
 import contextlib
 import dataclasses
-import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from types import MappingProxyType

@@ -17,7 +17,6 @@ Then the collectives of `fsdp` or `hsdp`, with 1/T of the bytes.
 
 import contextlib
 import dataclasses
-import functools
 import logging
 import traceback
 import warnings

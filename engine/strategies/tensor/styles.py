@@ -98,7 +98,7 @@ def wrap_forward(module: nn.Module, run: Callable[..., Any]) -> None:
     def method(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return run(module, functools.partial(forward, module), *args, **kwargs)
 
-    module.forward = MethodType(method, module)  # type: ignore[method-assign]
+    module.forward = MethodType(method, module)
 
 
 def refuse_second_backward(module: nn.Module, args: Any, output: Any) -> None:

@@ -1,4 +1,4 @@
-"""Compiled blocks whose layers are split: one graph for all of them, without a break, and the weights of eager steps."""
+"""Compiled blocks whose layers are split: one graph for all of them, without a break, and weights of eager steps."""
 
 import json
 from pathlib import Path
@@ -73,4 +73,3 @@ def test_no_process_waits_for_a_graph_that_the_first_one_can_not_compile(tmp_pat
     monkeypatch.setattr(compile, "_TIMEOUT_S", 1e9)  # the test's own is shorter
     compiled = weights("ddp_fork", 2, True, tmp_path / "graphs.json")
     torch.testing.assert_close(compiled, expected, rtol=0, atol=1e-6)
-
