@@ -327,7 +327,8 @@ class _MicroBatch(Closure):  # Lightning: it raises an error if the optimizer ha
     def _zero_grad_between_passes(self, trainer: Any) -> None:
         """Zeroes the gradients in the strategy's context of hooks between forward and backward, if there are any."""
         names = ("on_before_zero_grad", "on_before_backward")
-        if not self._shortcuts.skips_zero_grad or any(map(self._hooks.has_users, names)):
+        is_users = any(getattr(o.zero_grad, "__func__", None) is not Optimizer.zero_grad for o in self._optimizers)
+        if is_users or not self._shortcuts.skips_zero_grad or any(map(self._hooks.has_users, names)):
             with self._hooks.strategy.between_passes():
                 self._zero_grad(trainer)
         else:

@@ -229,6 +229,57 @@ def test_a_stage_has_gradients_of_others_when_it_has_its_own(place, counts):
     assert largest_difference(found, plain_loop(adamw, **{place: counts})) <= 1e-5
 
 
+class KeepsHalf(torch.optim.SGD):
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=0.02)
+
+    def zero_grad(self, set_to_none=True):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad.mul_(0.5)
+
+
+def keeps_half_of(parameters):
+    """As the class, by an attribute of the optimizer."""
+    optimizer = torch.optim.SGD(parameters, lr=0.02)
+    optimizer.zero_grad = lambda set_to_none=True: KeepsHalf.zero_grad(optimizer)
+    return optimizer
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("make_optimizer", [KeepsHalf, keeps_half_of])
+@pytest.mark.parametrize("strategy", ["zero1", "fsdp", "tp", "pp"])
+def test_optimizers_that_zero_in_their_own_way(strategy, make_optimizer):
+    assert largest_difference(fitted(strategy, make_optimizer), plain_loop(make_optimizer)) <= 1e-5
+
+
+class HalvesLate(Callback):
+    """Another way of zeroing comes in mid-run, by the module's parameters."""
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, index):
+        if index == 2:
+            trainer.optimizers[0].zero_grad = lambda set_to_none=True: halve(module)
+
+
+def halve(module):
+    for p in module.parameters():
+        if p.grad is not None:
+            p.grad.mul_(0.5)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("strategy", ["fsdp", "pp"])
+def test_another_way_of_zeroing_in_mid_run(strategy):
+    def comes_late(module, optimizer, calls=[0]):  # noqa: B006
+        calls[0] += 1
+        if calls[0] == 3:
+            optimizer.zero_grad = lambda: halve(module)
+
+    expected = plain_loop(adamw, on_train_batch_end=comes_late)
+    assert largest_difference(fitted(strategy, callbacks=[HalvesLate()]), expected) <= 1e-5
+
+
 # --- types
 
 
