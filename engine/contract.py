@@ -69,6 +69,8 @@ class Capabilities:
     """Why a step can't be repeated after one rank has run out of memory."""
     unsupported_rank_loss: str | None = "is not the engine's own"
     """Why training can't go on in the same processes without a rank whose process has ended."""
+    returns_to_snapshot: bool = False
+    """Whether it then goes on from the newest snapshot, because no other rank has the lost rank's part of the state."""
 
 
 class EngineStrategy:
@@ -283,6 +285,13 @@ class EngineStrategy:
 
     def end_step_of_others(self) -> None:
         """Does what follows a step that others have made, and whose result this rank has from them."""
+
+    def most_ranks(self, num_ranks: int) -> int:
+        """Returns the largest number of ranks, up to `num_ranks`, for which the flag has a layout; 0 without one."""
+        return num_ranks
+
+    def make_whole(self) -> None:
+        """Undoes what `setup` has done to the module, after `teardown`, for a `setup` by fewer ranks."""
 
     def leave_groups(self) -> None:
         """Ends the process groups of a rank whose step has failed, so that the collectives of all others raise."""

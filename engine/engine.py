@@ -237,7 +237,7 @@ class Engine(TrainerBase):
                 check_shapes(model)
             strategy.check_module(model)
             if self.config.on_rank_loss == "continue":
-                check_run_may_lose_ranks(model, self.loggers)
+                check_run_may_lose_ranks(self, model)
             strategy.check_run(compiles=bool(self.config.compile), callbacks=self.callbacks)  # type: ignore[attr-defined]
             strategy.check_loader(train_dataloaders)
         global_batch_size = self.config.global_batch_size

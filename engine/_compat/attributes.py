@@ -26,7 +26,13 @@ ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
     ),
     f"{_TRAINER}.trainer": ("_log_hyperparams",),
     f"{_TRAINER}.setup": ("_val_check_time_interval",),
-    f"{_TRAINER}.call": ("_call_callback_hooks", "_call_lightning_module_hook", "_call_strategy_hook", "_interrupt"),
+    f"{_TRAINER}.call": (
+        "_call_callback_hooks",
+        "_call_lightning_module_hook",
+        "_call_strategy_hook",
+        "_call_teardown_hook",
+        "_interrupt",
+    ),
     f"{_CONNECTORS}.accelerator_connector": ("_IS_INTERACTIVE",),
     f"{_CONNECTORS}.accelerator_connector:_AcceleratorConnector": ("_parallel_devices",),
     f"{_CONNECTORS}.logger_connector.logger_connector:_LoggerConnector": (
@@ -182,11 +188,13 @@ ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
     "torch.distributed.tensor:DTensor": ("_local_tensor", "_op_dispatcher", "_spec"),
     "torch.distributed.tensor._dispatch:OpDispatcher": ("_custom_op_handlers", "_dispatch_get_local_results_slow_path"),
     "torch.distributed.fsdp:FSDPModule": ("_get_fsdp_state",),
+    "torch.distributed._composable_state": ("_module_state_mapping",),
     f"{_FSDP}._fsdp_state:FSDPState": ("_fsdp_param_groups", "_pre_backward", "_root_post_backward_final_callback"),
     f"{_FSDP}._fsdp_param_group:FSDPParamGroup": (
         "_all_gather_comm",
         "_all_gather_process_group",
         "_register_post_backward_hook",
+        "_to_sharded",
     ),
     f"{_FSDP}._fsdp_param:FSDPParam": (
         "_contiguous_orig_stride",

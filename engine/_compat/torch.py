@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch._utils import ExceptionWrapper
     from torch.autograd.graph import _engine_run_backward
-    from torch.distributed import _functional_collectives
+    from torch.distributed import _composable_state, _functional_collectives
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
     from torch.distributed.flight_recorder.components.utils import match_one_event
     from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
@@ -52,6 +52,7 @@ __all__ = [
     "_NormBase",
     "_SingleProcessDataLoaderIter",
     "_StridedShard",
+    "_composable_state",
     "_distributed_c10d",
     "_engine_run_backward",
     "_functional_collectives",
@@ -90,6 +91,7 @@ HOMES = {
     "_NormBase": "torch.nn.modules.batchnorm",
     "_SingleProcessDataLoaderIter": "torch.utils.data.dataloader",
     "_StridedShard": "torch.distributed.tensor.placement_types",
+    "_composable_state": "torch.distributed",
     "_distributed_c10d": "torch._C",
     "_engine_run_backward": "torch.autograd.graph",
     "_generate_state": "torch.utils.data._utils.worker",

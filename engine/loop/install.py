@@ -50,6 +50,7 @@ from .fit import FitLoop
 from .metrics import LoggerConnector, caller_of_kind
 from .out_of_memory import OutOfMemory
 from .rank_loss import LostRanks, RankLoss
+from .roll_back import RollBack
 from .runs import allow_nonempty_folder, check_callbacks, checked, log_later_error, quiet, reports_uncaught
 from .several_optimizers import allowing_several_optimizers
 from .training import TrainingEpochLoop
@@ -178,13 +179,7 @@ class TrainerBase(Trainer):
         if rank_loss is not None:
             rank_loss.watchdog = watchdog
         try:
-            continues_logs = allow_nonempty_folder() if checkpoints.logs.goes_on else nullcontext()
-            with (
-                continues_logs,
-                rank_variables(self.global_rank, self.world_size, self.num_devices),
-                naming_exhausted_iterators(),
-            ):
-                results = super()._run(*args, **kwargs)
+            results = self._run_again_after_losses(*args, **kwargs)
             checkpoints.saver.finish()
             watchdog.stop()
             return results
@@ -208,6 +203,30 @@ class TrainerBase(Trainer):
             if exception is ended:
                 raise
             raise exception from ended
+
+    def _run_again_after_losses(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs; after each loss of ranks that a run does not go on after by itself, again from a snapshot."""
+        checkpoints: CheckpointConnector = self._checkpoint_connector  # type: ignore[assignment]
+        rank_loss = self.fit_loop.epoch_loop.rank_loss  # type: ignore[attr-defined]
+        while True:
+            continues_logs = allow_nonempty_folder() if checkpoints.logs.goes_on else nullcontext()
+            try:
+                with (
+                    continues_logs,
+                    rank_variables(self.global_rank, self.world_size, self.num_devices),
+                    naming_exhausted_iterators(),
+                ):
+                    return super()._run(*args, **kwargs)
+            except RuntimeError as error:
+                if rank_loss is None or not rank_loss.returns_after(error):
+                    raise
+                failure = error.with_traceback(None)  # its frames would keep the module's shards and the groups
+                failure.__context__ = None
+            kwargs["ckpt_path"] = rank_loss.go_back(failure, kwargs.get("ckpt_path"))
+            _renew_fit_loop(self)
+            checkpoints.begin()
+            checkpoints.logs.open()
+            self._data_connector.data_position.begin_run()  # type: ignore[attr-defined]
 
     # Lightning: Trainer._teardown, called at the end of a run, which ends connections that a save may need.
     def _teardown(self) -> None:
@@ -444,8 +463,20 @@ def _install_fit_loop(trainer: TrainerBase, config: EngineConfig, watch: NonFini
         optimization.out_of_memory = OutOfMemory(trainer)
     if config.on_rank_loss == "continue":
         own_loop: Any = trainer.fit_loop.epoch_loop
-        own_loop.rank_loss = own_loop.val_loop.rank_loss = RankLoss(trainer)
+        kind = RollBack if trainer.engine_strategy.capabilities.returns_to_snapshot else RankLoss
+        own_loop.rank_loss = own_loop.val_loop.rank_loss = kind(trainer)
         optimization.keeps_results = True
+
+
+def _renew_fit_loop(trainer: TrainerBase) -> None:
+    """Gives a trainer whose run was interrupted a loop without state, over the same data."""
+    former: Any = trainer.fit_loop
+    _install_fit_loop(trainer, trainer.config, former.epoch_loop.automatic_optimization.watch)
+    loop: Any = trainer.fit_loop
+    # Lightning: where the connector of the data has put what was passed to `fit`.
+    loop._data_source = former._data_source
+    loop.epoch_loop.val_loop._data_source = former.epoch_loop.val_loop._data_source
+    loop.epoch_loop.rank_loss = loop.epoch_loop.val_loop.rank_loss = former.epoch_loop.rank_loss
 
 
 def _install_evaluation_loops(trainer: TrainerBase) -> None:

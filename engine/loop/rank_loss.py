@@ -49,6 +49,7 @@ from ..distributed.connections import cut_connections
 from ..distributed.environment import set_outlived
 from ..distributed.job_store import Fields, JobStore
 from ..distributed.object_group import gather_otherwise
+from ..distributed.waits import waiting
 from ..reliability.failure import is_of_connection, print_rank
 from ..reliability.rendezvous import RankRegistry, current_job, in_words
 from ..strategies import adapt
@@ -89,11 +90,14 @@ class LostRanks(NamedTuple):
     """From the failed collective until training went on."""
     num_repeated: int
     """Samples of the next step that the ranks left had computed by then, and computed again; fillers count, too."""
+    snapshot_step: int | None = None
+    """The step of the snapshot from which training went on; None: it went on from the step itself."""
 
     def __str__(self) -> str:
         repeated = f", {self.num_repeated} samples computed again" if self.num_repeated else ""
+        source = "" if self.snapshot_step is None else f" from step {self.snapshot_step}"
         return (
-            f"{in_words(self.ranks)} lost after step {self.step}, {self.num_left} left: went on after"
+            f"{in_words(self.ranks)} lost after step {self.step}, {self.num_left} left: went on{source} after"
             f" {self.duration_s:.2f} s{repeated}"
         )
 
@@ -164,14 +168,17 @@ class RankLoss:
         if whole is not None:
             reason = f"{type(whole).__name__} changes the weights several times within a step"
             raise ValueError(refusal(reason, "Choose another optimizer"))
+        self._begin_run()
+        self._agree_by_store()
+        adapt(trainer.strategy).repeats = partial(self.repeat, is_in_step=True)
+
+    def _begin_run(self) -> None:
         job = current_job()
         assert job is not None
         self._me, self._members, self.events = job.rank, list(range(job.num_ranks)), []
-        self._devices = trainer.strategy.parallel_devices
+        self._devices = self._trainer.strategy.parallel_devices
         self._registry = RankRegistry("losses", job)
         self._registry.look_for_all()
-        self._agree_by_store()
-        adapt(trainer.strategy).repeats = partial(self.repeat, is_in_step=True)
         set_outlived(True)
         self._has_ended.clear()
         threading.Thread(target=self._watch, args=(self._registry,), name="polyphase-losses", daemon=True).start()
@@ -258,11 +265,16 @@ class RankLoss:
 
     def is_cause_of(self, error: BaseException) -> bool:
         """Whether a step has failed because the process of another rank has ended."""
-        if self._registry is None or self._start is None:
-            return False
+        return self._registry is not None and self._start is not None and self._comes_from_loss(error)
+
+    def _comes_from_loss(self, error: BaseException) -> bool:
         if not (isinstance(error, LostRankError) or is_of_connection(error)):
             return False
         return bool(self._noticed()) and not self._has_failed()
+
+    def returns_after(self, error: BaseException) -> bool:
+        """Whether a run that was interrupted by an error begins again from a snapshot: see `roll_back.py`."""
+        return False
 
     def _lost(self) -> list[int]:
         assert self._registry is not None
@@ -324,20 +336,24 @@ class RankLoss:
             lost = [rank for rank in before if rank not in self._members]
             seconds = time.monotonic() - began_s
             event = LostRanks(lost, decision["steps"], len(self._members), seconds, decision["samples"])
-            self.events.append(event)
-            self._times_s.append(began_s)
-            if trainer.is_global_zero:
-                log.warning(
-                    "%s. They share the samples of that step, and of all that follow. What the lost rank alone has"
-                    " logged in this epoch is left out of the epoch's values.%s",
-                    event,
-                    strategy.loss_in_words(decision["steps"]),
-                )
-            for owner in (*trainer.callbacks, trainer.lightning_module):
-                if (on_rank_loss := getattr(owner, "on_rank_loss", None)) is not None:
-                    arguments = () if owner is trainer.lightning_module else (trainer, trainer.lightning_module)
-                    on_rank_loss(*arguments, event)
+            self._tell(
+                event,
+                "They share the samples of that step, and of all that follow. What the lost rank alone has logged in"
+                f" this epoch is left out of the epoch's values.{strategy.loss_in_words(decision['steps'])}",
+            )
         return is_made
+
+    def _tell(self, event: LostRanks, consequence: str) -> None:
+        """Notes a loss, prints it on rank 0, and calls the hooks `on_rank_loss`."""
+        trainer = self._trainer
+        self.events.append(event)
+        self._times_s.append(time.monotonic())
+        if trainer.is_global_zero:
+            log.warning("%s. %s", event, consequence)
+        for owner in (*trainer.callbacks, trainer.lightning_module):
+            if (on_rank_loss := getattr(owner, "on_rank_loss", None)) is not None:
+                arguments = () if owner is trainer.lightning_module else (trainer, trainer.lightning_module)
+                on_rank_loss(*arguments, event)
 
     def _meet_at_a_step(self, loop: Any) -> None:
         """Goes on without a lost rank as soon as this rank has made as many steps as the first of those that are left.
@@ -465,21 +481,22 @@ class RankLoss:
         samples = 0 if self._start is None or self._has_stepped(steps) else self._start.num_samples
         job.write(f"{key}/{self._me}", {"steps": steps, "samples": samples, "altered": altered})
         deadline = time.monotonic() + min(_ANSWER_S, (self._trainer.hang_timeout_s or math.inf) / 2)
-        while (decision := job.read(f"{key}/decision", _DECISION)) is None:
-            if self._has_failed():
-                raise error
-            lost = self._lost()
-            left = [rank for rank in self._members if rank not in lost]
-            if left[0] == self._me:
-                words = job.read_all([f"{key}/{rank}" for rank in left], _WORD)
-                if len(words) == len(left):
-                    by_rank = {rank: words[f"{key}/{rank}"] for rank in left}
-                    job.record_first(f"{key}/decision", self._verdict(by_rank, lost), _DECISION)
-                elif time.monotonic() > deadline:
-                    for rank in left:
-                        if f"{key}/{rank}" not in words:
-                            self._registry.kill(rank)
-            time.sleep(_TICK_S)
+        with waiting("the decision who is left"):
+            while (decision := job.read(f"{key}/decision", _DECISION)) is None:
+                if self._has_failed():
+                    raise error
+                lost = self._lost()
+                left = [rank for rank in self._members if rank not in lost]
+                if left[0] == self._me:
+                    words = job.read_all([f"{key}/{rank}" for rank in left], _WORD)
+                    if len(words) == len(left):
+                        by_rank = {rank: words[f"{key}/{rank}"] for rank in left}
+                        job.record_first(f"{key}/decision", self._verdict(by_rank, lost), _DECISION)
+                    elif time.monotonic() > deadline:
+                        for rank in left:
+                            if f"{key}/{rank}" not in words:
+                                self._registry.kill(rank)
+                time.sleep(_TICK_S)
         if self._me not in decision["ranks"]:
             print_rank(self._me, f"ends: {in_words(decision['ranks'])} have gone on without it")
             os.kill(os.getpid(), signal.SIGKILL)  # as the others believe; an exit code would end the run

@@ -1,7 +1,6 @@
 """The runs that `on_rank_loss="continue"` refuses before a process starts, each by name and with the remedy."""
 
 import inspect
-from collections.abc import Iterable
 from typing import Any
 
 from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
@@ -88,13 +87,18 @@ def _why_not_flags(config: EngineConfig, strategy: Any) -> tuple[str, str] | Non
     return None
 
 
-def check_run_may_lose_ranks(module: LightningModule, loggers: Iterable[Any]) -> None:
+def check_run_may_lose_ranks(trainer: Any, module: LightningModule) -> None:
     """Checks, before any process starts, that a step of `module` can be made again, and each log gone on with.
 
     Raises:
-        RefusedError: the module steps, or reads its batches, by itself; or a logger is of a kind that is not known.
+        RefusedError: the module steps, or reads its batches, by itself; a logger is of a kind that is not known; or
+            there are no snapshots, and the strategy needs them.
     """
-    for logger in loggers:
+    strategy = adapt(trainer.strategy)
+    if strategy.capabilities.returns_to_snapshot and trainer.snapshots_path is None:
+        reason = f"under strategy {strategy!r} no other rank has the state of a lost one, and nothing saves snapshots"
+        raise RefusedError(refusal(reason, "Give callbacks=[Snapshot()], to which the others return"))
+    for logger in trainer.loggers:
         if (kind := kind_of(logger)) is None or not kind.may_be_taken_over:
             reason = f"no other process is known to go on in the log of {type(logger).__name__} without rank 0"
             raise RefusedError(refusal(reason, "Use TensorBoardLogger or CSVLogger"))

@@ -364,11 +364,15 @@ class Watchdog:
         rank, peers = self.heartbeat.rank, self.peers
         if peers is None or self._timeout_s is None or not self._strategy.survives_losses:
             return False
-        present = {other: position for other, position in reports.items() if position["phase"] != LEFT}
+        ended = peers.ended_ranks()  # a loss after which the others have not met yet
+        present = {r: position for r, position in reports.items() if position["phase"] != LEFT and r not in ended}
         late = behind(present)
-        if len(present) < self.world_size or len(late) == self.world_size:
+        patience_s = self._longest_s(self._timeout_s, []) + _ANSWER_S
+        if len(present) + len(ended) < self.world_size:
             return False  # who is at fault is not known
-        if rank not in late and still_s < self._longest_s(self._timeout_s, []) + _ANSWER_S:
+        if len(late) == len(present):  # likewise, unless one has just ended, and the others are about to meet
+            return bool(ended) and still_s < patience_s + _ANSWER_S
+        if rank not in late and still_s < patience_s:
             return True
         words = f"{in_words(late)}: no progress for {still_s:.0f} s, and the others go on without"
         stacks = _stacks({rank: self.heartbeat.report(with_stack=True)}, [rank] if rank in late else [])

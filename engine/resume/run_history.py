@@ -99,6 +99,13 @@ class RunHistory:
         """Returns, on rank 0, the manifest of a checkpoint that `look` has seen; complete if it is a candidate's."""
         return next((entry.manifest for entry in self._entries if entry.path == path), None)
 
+    def newest_is_own(self) -> bool | None:
+        """Whether this run has saved the newest checkpoint in its folder; None without any. Called by all ranks."""
+        candidates = self.look().candidates
+        if not candidates:
+            return None
+        return self._saver.agree(lambda: getattr(self.manifest_of(candidates[0]), "run", None) == self.run.id)
+
     def begin(self, continues: dict[str, Any] | None, *, is_same: bool) -> None:
         """Gives the run its id, and a suffix for the names of its snapshots; called by all ranks.
 

@@ -324,7 +324,9 @@ class DDP(DistributedStrategy, CommHookMixin, DDPStrategy):
 
     def leave_groups(self) -> None:
         """See `EngineStrategy`; the wrapper waits for `regroup` without its reducer, which refers to the group."""
-        assert isinstance(self.model, DistributedDataParallel)
+        if not isinstance(self.model, DistributedDataParallel):  # the run was torn down
+            super().leave_groups()
+            return
         assert self.lightning_module is not None
         self._order_to_begin_with = self.shared_state().get("bucket_order", self._order_to_begin_with)
         groups = [vars(self.model).get("process_group")]
@@ -337,8 +339,9 @@ class DDP(DistributedStrategy, CommHookMixin, DDPStrategy):
     def regroup(self, devices: Sequence[Any], rank: int, store: dist.Store) -> None:
         """See `EngineStrategy`; the buckets keep their order."""
         super().regroup(devices, rank, store)
-        self._wrap_again()
-        self._order_to_begin_with = None
+        if isinstance(self.model, DistributedDataParallel):
+            self._wrap_again()
+            self._order_to_begin_with = None
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:

@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -40,6 +41,7 @@ from ..launch.worker_launcher import WorkerLauncher
 from ..reliability.rendezvous import connect, name_of_start, open_store, reach, wait_for_all
 from .compressing import CommHookMixin
 from .hook_code import check_types
+from .module_before import ModuleBefore
 from .parameter_hooks import ParameterHooks
 from .whole_steps import as_whole, whole_in_hooks
 
@@ -290,6 +292,7 @@ class DistributedStrategy(EngineStrategy):
         return self._side_sum.begin(make, needs_device=needs_device)
 
     _buffer_average: _BufferAverage | None = None
+    _module_before: ModuleBefore | None = None
 
     @property
     def averages_buffers(self) -> bool:  # type: ignore[override]
@@ -432,6 +435,25 @@ class DistributedStrategy(EngineStrategy):
         hosts = rank == 0 and not self.survives_losses  # then the launcher's process does
         return open_store(meeting_address or address, port, timeout, hosts=hosts, is_local=meeting_address is not None)
 
+    def most_ranks(self, num_ranks: int) -> int:
+        """See `EngineStrategy`."""
+        for size in range(num_ranks, 0, -1):
+            with suppress(ValueError):
+                self.derive_layout(size)
+                return size
+        return 0
+
+    def note_module(self, model: nn.Module) -> None:
+        """Notes what `make_whole` restores; called before `setup` changes the module."""
+        if self.survives_losses and self.capabilities.returns_to_snapshot:
+            self._module_before = ModuleBefore(model, repr(self))
+
+    def make_whole(self) -> None:
+        """See `EngineStrategy`."""
+        if self._module_before is not None:
+            self._module_before.restore()
+            self._module_before = None
+
     def leave_groups(self) -> None:
         """See `EngineStrategy`."""
         if dist.is_initialized():
@@ -561,12 +583,21 @@ class MeshStrategy(DistributedStrategy, CommHookMixin, ModelParallelStrategy):
         self._setup_distributed()
         end_group_at_exit()
         sizes = tuple(self.layout.axes[axis] for axis in self.mesh_axes)
-        self._device_mesh = init_device_mesh(self.root_device.type, sizes, mesh_dim_names=self.mesh_axes)
+        with noting_connections(self.cluster_environment.main_port):
+            self._device_mesh = init_device_mesh(self.root_device.type, sizes, mesh_dim_names=self.mesh_axes)
         for axis in self.mesh_axes:  # torch: some of a mesh's groups have another default, of 10 or 30 minutes
             self._device_mesh.get_group(axis).set_timeout(self._timeout or default_pg_timeout)
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._device_mesh  # Lightning: LightningModule.device_mesh reads it
         self.start_data_group()
+
+    def leave_groups(self) -> None:
+        """See `EngineStrategy`."""
+        self._device_mesh = self.data_group = None
+        self.data_ranks = WORLD
+        if self.lightning_module is not None:
+            self.lightning_module._device_mesh = None
+        super().leave_groups()
 
     def _call_hooks_on_whole(self, trainer: Trainer) -> None:
         """Has hooks compute with split parameters as if these were whole, until `teardown`."""

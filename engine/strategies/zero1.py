@@ -85,7 +85,7 @@ class Zero1(DDP):
     capabilities = dataclasses.replace(
         DDP.capabilities,
         optimizer_state_partitioned=True,
-        unsupported_rank_loss="divides the optimizer's state over the ranks",
+        returns_to_snapshot=True,
     )
 
     def __init__(self, options: DDPOptions, launcher: str = "", comm_hook: CommHook | None = None) -> None:
@@ -126,6 +126,11 @@ class Zero1(DDP):
     def wires(self) -> list[CountingGroup]:
         """The groups that count the gradients and the parameters."""
         return [*super().wires, *([] if self._updates is None else [self._updates])]
+
+    def setup(self, trainer: Trainer) -> None:
+        """Wraps the module, and creates the optimizers."""
+        self.note_module(trainer.lightning_module)
+        super().setup(trainer)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Creates the optimizers, and adds hooks before and after the steps of those that can be divided."""

@@ -10,6 +10,15 @@ from .without_restart import Plan, plan, storm
 
 POINTS = [("two at once", 0), ("recovery", 0), ("order", 0), ("validation batch", 0)]
 AT_NIGHT = [("random", 1), ("stepped", 1), ("epoch end", 1), ("validation end", 1), ("write", 1), ("renamed", 1)]
+RETURNING = [("two at once", "fsdp"), ("recovery", "zero1")]
+RETURNING_AT_NIGHT = [
+    ("random", "fsdp"),
+    ("backward", "hsdp"),
+    ("write", "fsdp"),
+    ("stepped", "zero1"),
+    ("validation batch", "hsdp"),
+    ("epoch end", "fsdp"),
+]
 APART = [("stepped", "local_sgd"), ("validation batch", "diloco"), ("random", "diloco beside training")]
 APART_AT_NIGHT = [
     ("random", "diloco"),
@@ -27,6 +36,12 @@ APART_AT_NIGHT = [
 @pytest.mark.parametrize(("point", "seed"), [*POINTS, *nightly(*AT_NIGHT)])
 def test_runs_go_on_as_resumptions_with_the_ranks_that_are_left_would(point, seed, tmp_path):
     _is_as_expected(plan(point, random.Random(f"{seed} {point}")), tmp_path)
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(("point", "strategy"), [*RETURNING, *nightly(*RETURNING_AT_NIGHT)])
+def test_and_where_ranks_go_back_to_a_snapshot(point, strategy, tmp_path):
+    _is_as_expected(plan(point, random.Random(f"0 {point} {strategy}"), strategy), tmp_path)
 
 
 @pytest.mark.timeout(400)

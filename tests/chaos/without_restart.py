@@ -8,6 +8,8 @@ which samples were trained on how often in each epoch (of a step that was made a
 counts); how far the weights are from those of runs that were stopped after the same steps and resumed with the ranks
 that were left; and how long it took from each kill until the ranks that are left had finished a step.
 
+Under `fsdp`, `hsdp` and `zero1` the ranks left go back to a snapshot; the runs to compare with were stopped there.
+
 Under `local_sgd` and `diloco` the weights are compared with those of a loop by hand in one process: for each rank a
 module with an optimizer, which is trained on the samples that the rank wrote down, and has no part in exchanges after
 its loss, nor in those beside training that were under way. What a lost rank had still to do before the ranks that are
@@ -58,12 +60,27 @@ STEPS = -(-SIZE // BATCH)
 SAME = 1e-12
 """The largest difference of weights of 64 bits that comes from the order of a sum."""
 _DILOCO = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
-STRATEGIES = {"ddp": {}, "local_sgd": {"lr": 1.0}, "diloco": _DILOCO, "diloco beside training": _DILOCO}
-"""By name, the outer SGD."""
+OUTER = {"local_sgd": {"lr": 1.0}, "diloco": _DILOCO, "diloco beside training": _DILOCO}
+"""By strategy, the outer SGD."""
 SYNC_EVERY = 4
 """Steps between exchanges, which meet the borders of epochs and the other points in various ways."""
 BESIDE = 3
 """Steps that an exchange beside training takes: two are under way at a time."""
+SAVE_EVERY = 3
+"""Steps between snapshots, to which ranks return."""
+_BUCKETS = "bucket_cap_mb=0.0001"
+"""A bucket for each parameter."""
+STRATEGIES = {
+    "ddp": f"ddp_fork:{_BUCKETS}",
+    "local_sgd": f"local_sgd_fork:{_BUCKETS},sync_every={SYNC_EVERY}",
+    "diloco": f"diloco_fork:{_BUCKETS},sync_every={SYNC_EVERY}",
+    "diloco beside training": f"diloco_fork:{_BUCKETS},sync_every={SYNC_EVERY},fragments=2,overlap_steps={BESIDE}",
+    "fsdp": "fsdp_fork",
+    "hsdp": "hsdp_fork:shard=1",
+    "zero1": f"zero1_fork:{_BUCKETS}",
+}
+"""The flags, by name."""
+RETURNING = ("fsdp", "hsdp", "zero1")
 LIMIT_S = 120.0
 """A run that takes longer has hung: it takes a few seconds, and 15 more if a rank is lost while the others connect."""
 
@@ -105,8 +122,12 @@ class Plan:
         return any(kill.point in IN_VALIDATION for kill in self.kills)
 
     @property
-    def saves(self) -> bool:
-        return any(kill.point in IN_SAVE for kill in self.kills)
+    def save_every(self) -> int | None:
+        """Steps between two snapshots, of which the first is saved before the first kill; None without snapshots."""
+        if any(kill.point in IN_SAVE for kill in self.kills):
+            return 1
+        steps = [kill.step for kill in self.kills]  # or epochs, which are fewer
+        return max(1, min(SAVE_EVERY, *steps)) if self.strategy in RETURNING else None
 
 
 @dataclass
@@ -222,9 +243,10 @@ class Victims(Callback):
         pl_module.note("loss", trainer.global_step, lost.step, *lost.ranks)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self.own = trainer.global_rank
-        (self.folder / f"pid-{self.own}").write_text(str(os.getpid()))
-        sys.addaudithook(self.traps)
+        if self.own < 0:  # not when it begins again
+            self.own = trainer.global_rank
+            (self.folder / f"pid-{self.own}").write_text(str(os.getpid()))
+            sys.addaudithook(self.traps)
         trainer.optimizers[0].register_step_post_hook(lambda *_: self._reach("stepped", trainer.global_step))
 
     def _reach(self, point: str, place: int) -> None:
@@ -327,14 +349,8 @@ def _data() -> TensorDataset:
 
 
 def _fit(run: Plan, num_ranks: int, module: Recorder, resume: Path | None = None, **flags: Any) -> None:
-    name, _, is_beside = run.strategy.partition(" ")
-    options = ["bucket_cap_mb=0.0001"]  # a bucket for each parameter
-    if name != "ddp":
-        options.append(f"sync_every={SYNC_EVERY}")
-    if is_beside:
-        options += ["fragments=2", f"overlap_steps={BESIDE}"]
     engine = Engine(
-        strategy=f"{name}_fork:{','.join(options)}",
+        strategy=STRATEGIES[run.strategy],
         devices=num_ranks,
         precision="64-true",
         global_batch_size=BATCH,
@@ -355,11 +371,11 @@ def _fit(run: Plan, num_ranks: int, module: Recorder, resume: Path | None = None
 
 def storm(run: Plan, folder: Path) -> Verdict:
     """Makes a run in which ranks are killed, and judges it."""
-    module, verdict = Recorder(folder, 0.3 if run.strategy == "ddp" else 0.0), Verdict()
+    module, verdict = Recorder(folder, 0.0 if run.strategy in OUTER else 0.3), Verdict()
     others = set(psutil.Process().children(recursive=True))  # of the program that calls this
     callbacks: list[Callback] = [Victims(folder, run.kills)]
-    if run.saves:
-        callbacks.append(Snapshot(folder / "snapshots", every_n_steps=1, in_background=False))
+    if run.save_every is not None:
+        callbacks.append(Snapshot(folder / "snapshots", every_n_steps=run.save_every, in_background=False))
     try:
         with _limit(LIMIT_S):
             _fit(run, run.num_ranks, module, on_rank_loss="continue", callbacks=callbacks)
@@ -375,11 +391,11 @@ def storm(run: Plan, folder: Path) -> Verdict:
         return verdict
     verdict.lost, verdict.repeated = _count(lines)
     verdict.recoveries_s = list(_recoveries(lines, kills, run.num_ranks))
-    if run.strategy == "ddp":
-        expected = _resumed(run, lines, folder)
-    else:
+    if run.strategy in OUTER:
         expected, verdict.undone = _by_hand(run, lines)
         verdict.lost -= verdict.undone
+    else:
+        expected = _resumed(run, lines, folder)
     own = dict(module.named_parameters())
     verdict.difference = max((own[name] - p).abs().max().item() for name, p in expected.named_parameters())
     return verdict
@@ -437,15 +453,17 @@ def _recoveries(lines: list[Any], kills: list[float], num_ranks: int) -> Iterato
 
 
 def _resumed(run: Plan, lines: list[Any], folder: Path) -> Recorder:
-    """Runs that were stopped where ranks were lost, and resumed with those that were left."""
+    """Runs that were stopped where ranks went on after losses, and resumed with those that were left."""
     losses: dict[int, set[int]] = {}
-    for _, _, step, *ranks in (line for line in lines if line[0] == "loss"):
-        losses.setdefault(step, set()).update(ranks)
+    for _, at, made, *ranks in (line for line in lines if line[0] == "loss"):
+        losses.setdefault(at if run.strategy in RETURNING else made, set()).update(ranks)
     ranks, path = list(range(run.num_ranks)), None
     module = Recorder(None)
     for step, lost in sorted(losses.items()):
         left = [rank for rank in ranks if rank not in lost]
-        save = SaveForSurvivors(folder / f"{step}.ckpt", [ranks.index(rank) for rank in left], step)
+        # A rank that goes back to a snapshot has, as in any resumption, the random state of the rank of its number.
+        states = range(len(left)) if run.strategy in RETURNING else [ranks.index(rank) for rank in left]
+        save = SaveForSurvivors(folder / f"{step}.ckpt", [*states], step)
         _fit(run, len(ranks), Recorder(None), path, callbacks=[save], max_steps=step)
         ranks, path = left, save.path
     _fit(run, len(ranks), module, path)
@@ -466,7 +484,7 @@ def _by_hand(run: Plan, lines: list[Any]) -> tuple[Recorder, int]:
     modules = [Recorder(None, 0.0).double() for _ in range(run.num_ranks)]
     made = [module.configure_optimizers() for module in modules]
     steps, schedules = [one["optimizer"] for one in made], [one["lr_scheduler"]["scheduler"] for one in made]
-    exchanges = _Exchanges(modules, STRATEGIES[run.strategy], is_beside=is_beside)
+    exchanges = _Exchanges(modules, OUTER[run.strategy], is_beside=is_beside)
     _, inputs, targets = _data().tensors
     members, undone = list(range(run.num_ranks)), 0
     for step in range(1, EPOCHS * STEPS + 1):
@@ -579,7 +597,7 @@ def _row(point: str, num_kills: int, draw: random.Random, strategy: str) -> bool
     sums = [sum(getattr(v, name) for v in verdicts) for name in ("num_kills", "lost", "repeated")]
     counts = [*sums, sum(bool(v.ended) for v in verdicts), sum(v.is_hung for v in verdicts)]
     counts.append(sum(v.difference > SAME for v in verdicts))
-    if strategy != "ddp":
+    if strategy in OUTER:
         counts.append(sum(v.undone for v in verdicts))
     cells = [point, len(verdicts), *counts, f"{max(v.difference for v in verdicts):.0e}", median, largest]
     print("|", " | ".join(map(str, cells)), "|", flush=True)

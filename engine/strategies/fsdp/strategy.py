@@ -86,6 +86,8 @@ class FSDP(UnitSteps):
         can_offload=frozenset({"activations", "parameters"}),
         evaluates_in_inference_mode=False,  # FSDP2 reuses the tensors of its first gather
         has_between_passes=True,
+        unsupported_rank_loss=None,
+        returns_to_snapshot=True,
     )
 
     def __init__(self, options: FSDPOptions, launcher: str = "", comm_hook: CommHook | None = None) -> None:
@@ -219,6 +221,7 @@ class FSDP(UnitSteps):
 
     def _lay_out(self, model: nn.Module, *, fitting: bool) -> None:
         """Shards the module, after all that has to see it whole."""
+        self.note_module(model)
         check_shapes(model)
         if fitting:
             if self.before_split is not None:

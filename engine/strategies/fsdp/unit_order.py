@@ -81,6 +81,7 @@ class UnitOrder:
         units: the name of each unit, and the names of its parameters.
         reports: returns the known reports of all ranks' heartbeats, by rank.
         timeout_s: how long to wait for the others.
+        check: raises an error if one of them has ended; called while this rank waits for them.
     """
 
     def __init__(
@@ -89,8 +90,10 @@ class UnitOrder:
         units: list[tuple[str, Callable[[], list[str]]]],
         reports: Callable[[], dict[int, dict[str, Any]]],
         timeout_s: float,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         self._flag, self._units, self._reports, self._timeout_s = flag, units, reports, timeout_s
+        self._check_others = check
         self._run = next(_runs)  # the same on all ranks, since they all run the same code
         self._job: JobStore | None = None
         self._num_questions = 0
@@ -177,6 +180,7 @@ class UnitOrder:
         looks_at = began + _BEAT_S
         while job.count(ranks) < job.num_ranks:
             time.sleep(pause_s)
+            self._check_others()
             pause_s = min(2 * pause_s, _POLL_S[1])
             if pause_s == _POLL_S[1] and (failure := self._failure(job)) is not None:
                 raise RuntimeError(f"stopped, because rank {failure['rank']} failed: {failure['message']}")
@@ -284,7 +288,9 @@ def watch_units(model: nn.Module, flag: str, trainer: Any, timeout_s: float) -> 
         return {} if heartbeat.positions_of_all is None else heartbeat.positions_of_all()
 
     units: list[tuple[str, Callable[[], list[str]]]] = []
-    order = UnitOrder(flag, units, known_reports, timeout_s)
+    rank_loss = trainer.fit_loop.epoch_loop.rank_loss
+    check = (lambda: None) if rank_loss is None else rank_loss.check
+    order = UnitOrder(flag, units, known_reports, timeout_s, check)
     for name, submodule in model.named_modules():
         if not isinstance(submodule, FSDPModule):
             continue

@@ -5,6 +5,8 @@ import subprocess
 import sys
 import time
 
+import pytest
+
 from tests import warm
 from tests.distributed import run_command
 
@@ -36,6 +38,7 @@ from pathlib import Path
 import torch
 from lightning.pytorch import Callback
 from polyphase import Engine
+from polyphase.callbacks import Snapshot
 from polyphase.models import Digits, DigitsClassifier
 
 class Accident(Callback):
@@ -48,8 +51,9 @@ class Classifier(DigitsClassifier):
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
-engine = Engine(strategy="ddp", devices=3, accelerator="cpu", max_steps=12, global_batch_size=60,
-    on_rank_loss="continue", callbacks=[Accident()], limit_val_batches=0, default_root_dir=".")
+engine = Engine(strategy="STRATEGY", devices=3, accelerator="cpu", max_steps=12, global_batch_size=60,
+    on_rank_loss="continue", callbacks=[Accident(), Snapshot(every_n_steps=2)], limit_val_batches=0,
+    default_root_dir=".")
 engine.fit(Classifier(), datamodule=Digits())
 start = os.environ["TORCHELASTIC_RESTART_COUNT"]
 said = f"{engine.global_step} {[loss.ranks for loss in engine.rank_losses]}"
@@ -60,8 +64,9 @@ if sys.argv[1:]:
 LAUNCH_3 = [sys.executable, "-m", "polyphase.engine", "launch", "--nproc", "3", "--max-restarts", "0", "--", "job.py"]
 
 
-def test_the_others_go_on_without_killed_ranks_if_they_say_so(tmp_path):
-    (tmp_path / "job.py").write_text(GOES_ON)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_the_others_go_on_without_killed_ranks_if_they_say_so(tmp_path, strategy):
+    (tmp_path / "job.py").write_text(GOES_ON.replace("STRATEGY", strategy))
     # Warm ranks are not the processes that torchrun has started, so their numbers say nothing to it.
     finished = run_command(LAUNCH_3, timeout_s=120, cold=True)
     assert finished.returncode == 0, finished.output
@@ -70,7 +75,7 @@ def test_the_others_go_on_without_killed_ranks_if_they_say_so(tmp_path):
 
 
 def test_a_rank_that_is_killed_after_the_run_is_a_failure(tmp_path):
-    (tmp_path / "job.py").write_text(GOES_ON)
+    (tmp_path / "job.py").write_text(GOES_ON.replace("STRATEGY", "ddp"))
     finished = run_command([*LAUNCH_3, "dies at its end"], timeout_s=120, cold=True)
     assert finished.returncode == 1, finished.output
 

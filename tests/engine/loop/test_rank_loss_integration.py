@@ -395,6 +395,25 @@ def test_a_rank_that_hangs_is_lost_to_the_others(tmp_path, capfd, victim, point)
     assert ("time.sleep(1000)" in shown) == (point == "sleeps"), "its stack"
 
 
+class OwnGroup(Callback):
+    """Rank 0 waits for rank 1 in a group that a hook has made, while rank 1 goes on without rank 2."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.group = dist.new_group([0, 1])
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+        if trainer.world_size == RANKS and trainer.global_step == AT and trainer.global_rank == 2:
+            time.sleep(0.5)
+            die()
+        if trainer.world_size == RANKS and trainer.global_step == AT and trainer.global_rank == 0:
+            dist.barrier(self.group)
+
+
+def test_a_rank_that_waits_for_one_that_recovers_is_left_behind():
+    engine = fit(Net(), on_rank_loss="continue", callbacks=[OwnGroup()], hang_timeout_s=4)
+    assert engine.global_step == EPOCHS * -(-SIZE // BATCH)
+
+
 class Apart(Net):
     """Counts the samples of each rank in each step, in files."""
 
@@ -437,8 +456,8 @@ def test_ranks_that_train_apart_meet_without_the_lost_one(tmp_path, monkeypatch,
 
 
 REFUSED = [
-    ({"strategy": "fsdp_fork"}, "strategy 'fsdp_fork' divides the module, or its state"),
-    ({"strategy": "zero1_fork"}, "strategy 'zero1_fork' divides the optimizer's state"),
+    ({"strategy": "pp_fork"}, "strategy 'pp_fork' divides the module, or its state"),
+    ({"strategy": "tp_fork"}, "strategy 'tp_fork' divides layers"),
     ({"strategy": "local_sgd_fork:sync_every=2", "compression": "topk:0.1"}, "compression='topk:0.1'"),
     ({"strategy": "ps_fork"}, "goes on without a worker by itself"),
     ({"strategy": "ddp"}, "in the process of rank 0"),
