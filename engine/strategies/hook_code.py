@@ -41,7 +41,8 @@ def reader_of_state(owners: Iterable[Any], optimizers: Iterable[Optimizer]) -> s
     # torch: the tables of an optimizer's hooks.
     tables: Any = [table for o in optimizers for table in (o._optimizer_step_pre_hooks, o._optimizer_step_post_hooks)]
     hooks = [hook for table in tables for hook in table.values()]
-    return _line([*owners, *hooks], _reads_state, {"state", "state_dict"})
+    words = {"state", "state_dict"}
+    return _line(owners, _reads_state, words, about="opt") or _line(hooks, _reads_state, words)
 
 
 def check_types(owners: Iterable[Any], strategy: str) -> None:
@@ -58,8 +59,8 @@ def check_types(owners: Iterable[Any], strategy: str) -> None:
         )
 
 
-def _line(owners: Iterable[Any], finds: _Finds, words: set[str]) -> str:
-    for function, is_method in _functions(owners):
+def _line(owners: Iterable[Any], finds: _Finds, words: set[str], about: str = "") -> str:
+    for function, is_method in _functions(owners, about):
         named = _words(function.__code__)
         if not words & named or "keeps_state_of" in named:
             continue
@@ -113,8 +114,13 @@ def _compares_type(instructions: _Instructions, index: int, me: str | None) -> b
     return False
 
 
-def _functions(owners: Iterable[Any]) -> Iterator[tuple[types.FunctionType, bool]]:
-    """Yields each function of the user's code once, and whether it is a method."""
+def _functions(owners: Iterable[Any], about: str) -> Iterator[tuple[types.FunctionType, bool]]:
+    """Yields each function of the user's code once, and whether it is a method.
+
+    Args:
+        owners: where the code begins.
+        about: a part of a name that a function, or one that calls it, has to have: a batch has a state, too.
+    """
     waiting: list[tuple[Any, int, bool]] = []
     for owner in owners:
         is_code = isinstance(owner, (types.FunctionType, types.MethodType, functools.partial))
@@ -135,6 +141,9 @@ def _functions(owners: Iterable[Any]) -> Iterator[tuple[types.FunctionType, bool
             kinds = [kind for kind in value.__mro__ if _package(kind) not in _OTHERS]
             members = [item for kind in kinds for item in vars(kind).items() if item[0] not in _BEFORE_SPLIT]
             waiting += [(m, depth, isinstance(m, types.FunctionType)) for _, m in members if _is_code(m)]
+            continue
+        words = {*_words(value.__code__), *value.__code__.co_varnames}
+        if depth == 0 and not any(about in word.lower() for word in words):
             continue
         yield value, is_method
         named = [value.__globals__[name] for name in _names(value.__code__) if name in value.__globals__]

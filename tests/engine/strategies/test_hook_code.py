@@ -56,6 +56,11 @@ class HasAState(Callback):
         return [self.state for _ in range(2)], module.state_dict()
 
 
+class PlaysAGame(LightningModule):
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch.state).sum() + self.game.env.state
+
+
 class Knows(Callback):
     def on_train_batch_end(self, trainer, module, *_):
         own = [p for p in module.parameters() if trainer.engine_strategy.keeps_state_of(p)]
@@ -80,7 +85,9 @@ def test_who_reads_an_optimizers_state_is_named(owner, place):
     assert "state" in line
 
 
-@pytest.mark.parametrize("owner", [HasAState(), Knows(), Callback(), LightningModule()], ids=lambda o: type(o).__name__)
+@pytest.mark.parametrize(
+    "owner", [HasAState(), PlaysAGame(), Knows(), Callback(), LightningModule()], ids=lambda o: type(o).__name__
+)
 def test_a_state_of_ones_own_is_another_one(owner):
     assert reader_of_state([owner], []) == ""
 
