@@ -16,6 +16,7 @@ import pickle
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
 
 from ..distributed.connections import noting_connections
 from ..distributed.object_group import SELF, WORLD, ObjectGroup, num_ranks
@@ -83,6 +85,8 @@ class AsyncCheckpointer:
         """Structures of the newest checkpoint whose content was opened: of such types, the next one opens, too."""
         self.ranks: ObjectGroup | None = None
         """The group of the ranks that save; None: a separate gloo group. Without a process group, rank 0 writes all."""
+        self.connect_timeout: timedelta | None = None
+        """The longest time to connect the group, when another rank may end meanwhile; None: torch's."""
         self.newest: str | None = None
         """The path of the last checkpoint that was published; None before the first."""
         self.has_failed = False
@@ -311,7 +315,10 @@ class AsyncCheckpointer:
         if self._group_of is not dist.group.WORLD:
             self._group_of = dist.group.WORLD
             with noting_connections(None):
-                self._group = ObjectGroup(dist.new_group(backend="gloo"))
+                group = dist.new_group(backend="gloo", timeout=self.connect_timeout)
+            if self.connect_timeout is not None:
+                group.set_timeout(default_pg_timeout)
+            self._group = ObjectGroup(group)
         return self._group
 
     def _serialised(self, rest: dict[str, Any]) -> bytes:

@@ -12,10 +12,10 @@ such return. They
 Without a loss nothing is copied in a step, and nothing is sent.
 """
 
-import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 from lightning.pytorch.callbacks import ProgressBar
@@ -33,7 +33,8 @@ from .rank_loss import LostRanks, RankLoss, RankLossError
 
 __all__ = ["RollBack"]
 
-log = logging.getLogger("polyphase.engine")
+_CONNECT_TIMEOUT = timedelta(seconds=15)
+"""The longest time to connect a group of ranks that have just met: another one may end meanwhile."""
 
 
 class RollBack(RankLoss):
@@ -116,7 +117,7 @@ class RollBack(RankLoss):
         trainer, strategy = self._trainer, adapt(self._trainer.strategy)
         if self._loss is None:
             self._loss = list(self._members), trainer.global_step, time.monotonic()
-        was_zero = trainer.is_global_zero
+        was_zero, saver = trainer.is_global_zero, trainer._checkpoint_connector.saver
         with trainer.heartbeat.within("regroup"):
             with self._lock:
                 self._is_cut = True
@@ -124,11 +125,12 @@ class RollBack(RankLoss):
             self._undo()
             while True:
                 strategy.leave_groups()
-                trainer._checkpoint_connector.saver.leave_groups()
+                saver.leave_groups()
                 decision = self._decide(self._loss[1], error)
                 self._loss = self._loss[0], decision["steps"], self._loss[2]
                 try:
                     self._meet(decision["ranks"])
+                    saver.connect_timeout = _CONNECT_TIMEOUT
                     path = self._checkpoint(begun_from)
                 except RuntimeError as again:
                     if not self.returns_after(again):
@@ -136,6 +138,8 @@ class RollBack(RankLoss):
                     error = again.with_traceback(None)
                 else:
                     break
+                finally:
+                    saver.connect_timeout = None
             call._call_teardown_hook(trainer)
             self._take_over_duties(is_new_zero=trainer.is_global_zero and not was_zero, path=path)
         return path

@@ -10,8 +10,9 @@ from .without_restart import Plan, plan, storm
 
 POINTS = [("two at once", 0), ("recovery", 0), ("order", 0), ("validation batch", 0)]
 AT_NIGHT = [("random", 1), ("stepped", 1), ("epoch end", 1), ("validation end", 1), ("write", 1), ("renamed", 1)]
-RETURNING = [("two at once", "fsdp"), ("recovery", "zero1")]
+RETURNING = [("two at once", "fsdp")]
 RETURNING_AT_NIGHT = [
+    ("recovery", "zero1"),
     ("random", "fsdp"),
     ("backward", "hsdp"),
     ("write", "fsdp"),

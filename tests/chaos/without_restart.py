@@ -126,8 +126,8 @@ class Plan:
         """Steps between two snapshots, of which the first is saved before the first kill; None without snapshots."""
         if any(kill.point in IN_SAVE for kill in self.kills):
             return 1
-        steps = [kill.step for kill in self.kills]  # or epochs, which are fewer
-        return max(1, min(SAVE_EVERY, *steps)) if self.strategy in RETURNING else None
+        before = [kill.step - 1 for kill in self.kills]  # or of epochs, which are fewer
+        return max(1, min(SAVE_EVERY, *before)) if self.strategy in RETURNING else None
 
 
 @dataclass
@@ -158,7 +158,8 @@ def plan(point: str, draw: random.Random, strategy: str = "ddp") -> Plan:
     victims = draw.sample(range(num_ranks), num_ranks - 1)
     # A loss in the last epoch would have no later step; each kill is in an epoch of its own.
     first = draw.randrange(2)
-    places = [epoch * STEPS + draw.randrange(1, STEPS) for epoch in (first, 2)]
+    earliest = 2 if strategy in RETURNING else 1  # a snapshot is saved after the end of a batch
+    places = [epoch * STEPS + draw.randrange(earliest, STEPS) for epoch in (first, 2)]
     if point in AT_BORDER or point in IN_VALIDATION:
         places = [first + (point == "epoch start"), 2 + (point == "epoch start")]  # not before the first step
     sizes = [2, 1] if point in TOGETHER else [1, 1]
