@@ -506,7 +506,7 @@ class Verdict:
             known_culprits: ranks that have ended, are lost or not connected; empty if there are none.
         """
         reports = self._positions(with_stack=True)
-        peers.publish("answer", reports[peers.rank])
+        peers.publish("answer", reports[self._heartbeat.rank])  # its number changes before the ranks have met again
         present = [
             rank
             for rank in range(peers.world_size)
