@@ -134,7 +134,8 @@ def _functions(owners: Iterable[Any], about: str) -> Iterator[tuple[types.Functi
             value = getattr(value, "func", None) or getattr(value, "fget", None) or getattr(value, "__func__", None)
         if not isinstance(value, (type, types.FunctionType)):
             value = type(value)
-        if id(value) in seen or depth > _MAX_CALLS or _package(value) in _OTHERS:
+        is_optimizers = isinstance(value, type) and issubclass(value, Optimizer)  # its steps are tried
+        if id(value) in seen or depth > _MAX_CALLS or _package(value) in _OTHERS or is_optimizers:
             continue
         seen.add(id(value))
         if isinstance(value, type):

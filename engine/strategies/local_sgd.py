@@ -470,7 +470,7 @@ class _Work(NamedTuple):
 
     own: Any = 0
     of_all: Any = 0
-    """Of all ranks together; None if only a sum over them says it."""
+    """The work of all ranks together; None if only a sum over them says it."""
 
     def plus(self, other: "_Work") -> "_Work":
         is_known = self.of_all is not None and other.of_all is not None

@@ -38,7 +38,7 @@ class _Room(NamedTuple):
 
 
 class ModuleBefore:
-    """What a module has before it is split.
+    """A module's attributes and hooks before it is split.
 
     Args:
         module: whole.
