@@ -8,8 +8,12 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 
-__all__ = ["cut_connections", "noting_connections"]
+__all__ = ["MEETING_AGAIN", "cut_connections", "noting_connections"]
+
+MEETING_AGAIN = timedelta(seconds=5)
+"""The limit for ranks that wait for each other already to connect: one that ends meanwhile costs gloo five times that."""
 
 _noted: set[tuple[int, int]] = set()
 """File descriptors and inodes: another file may have the number of one that was closed."""

@@ -15,7 +15,6 @@ Without a loss nothing is copied in a step, and nothing is sent.
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
 from lightning.pytorch.callbacks import ProgressBar
@@ -25,16 +24,13 @@ from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerStatus
 
 from ..distributed.agreement import LostRankError
-from ..distributed.connections import cut_connections
+from ..distributed.connections import MEETING_AGAIN, cut_connections
 from ..reliability.rendezvous import in_words
 from ..resume.run_history import AUTO, FRESH
 from ..strategies import adapt
 from .rank_loss import LostRanks, RankLoss, RankLossError
 
 __all__ = ["RollBack"]
-
-_CONNECT_TIMEOUT = timedelta(seconds=15)
-"""The longest time to connect a group of ranks that have just met: another one may end meanwhile."""
 
 
 class RollBack(RankLoss):
@@ -130,7 +126,7 @@ class RollBack(RankLoss):
                 self._loss = self._loss[0], decision["steps"], self._loss[2]
                 try:
                     self._meet(decision["ranks"])
-                    saver.connect_timeout = _CONNECT_TIMEOUT
+                    saver.connect_timeout = MEETING_AGAIN
                     path = self._checkpoint(begun_from)
                 except RuntimeError as again:
                     if not self.returns_after(again):

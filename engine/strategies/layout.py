@@ -25,7 +25,7 @@ from ..checkpoint import get_random_state, host_state, set_random_state
 from ..contract import Capabilities, EngineStrategy
 from ..devices import module_of
 from ..distributed.buckets import copy, flatten, in_buckets, unflatten
-from ..distributed.connections import cut_connections, noting_connections
+from ..distributed.connections import MEETING_AGAIN, cut_connections, noting_connections
 from ..distributed.environment import (
     is_elastic,
     listen_on_loopback,
@@ -116,9 +116,6 @@ class _SideSum:
 # batch, so one that runs a filler counts for nothing.
 #
 # Statistics of torch's norms are left out: `sync_batchnorm=True` has them computed over all ranks.
-
-_MEETING_AGAIN = timedelta(seconds=15)
-"""The longest time to connect ranks that wait for each other already: another one may end meanwhile."""
 
 _BUCKET_MB = 25.0
 """As DDP's buckets."""
@@ -479,7 +476,7 @@ class DistributedStrategy(EngineStrategy):
                 store=store,
                 rank=rank,
                 world_size=len(devices),
-                timeout=_MEETING_AGAIN,
+                timeout=MEETING_AGAIN,
             )
         dist.group.WORLD.set_timeout(strategy._timeout or default_pg_timeout)  # type: ignore[union-attr]
 

@@ -49,11 +49,10 @@ from torch.optim import SGD, Optimizer
 
 from ..compression import AllReduceHook, Bucket, CommHook, CountingGroup, ParamSlice
 from ..distributed.buckets import copy, flatten, in_buckets, unflatten
-from ..distributed.connections import cut_connections
+from ..distributed.connections import MEETING_AGAIN, cut_connections
 from .averages import values_of_averages
 from .compressing import CommHookMixin
 from .ddp import DDP
-from .layout import _MEETING_AGAIN
 from .options import DDPOptions, DiLoCoOptions, LocalSGDOptions
 from .step_guard import flag_of_rank
 
@@ -429,7 +428,7 @@ class LocalSGD(DDP):
         super(DDP, self).regroup(devices, rank, store)
         assert self._hook is not None
         assert self._means is not None
-        self._hook.join_ranks(_MEETING_AGAIN)
+        self._hook.join_ranks(MEETING_AGAIN)
         if (group := self._hook.wire.group) is not None:  # type: ignore[union-attr]
             group.set_timeout(self._timeout or default_pg_timeout)
         self._means.join(None)
