@@ -13,7 +13,7 @@ from datetime import timedelta
 __all__ = ["MEETING_AGAIN", "cut_connections", "noting_connections"]
 
 MEETING_AGAIN = timedelta(seconds=5)
-"""The limit for ranks that wait for each other already to connect: one that ends meanwhile costs gloo five times that."""
+"""The limit for ranks that wait for each other to connect: gloo takes five times as long if one ends meanwhile."""
 
 _noted: set[tuple[int, int]] = set()
 """File descriptors and inodes: another file may have the number of one that was closed."""
