@@ -23,6 +23,7 @@ from ..checkpoint import get_random_state, set_random_state
 from ..distributed.buckets import move_module
 from ..distributed.object_group import WORLD
 from ..initialization import has_meta_tensors, materialize, read_stored
+from ..strategies.hook_code import is_filled
 from ..strategies.units import shard_units
 
 __all__ = ["Memory", "SampledBlock", "are_equal", "copy_whole", "fill_copy", "is_data", "put"]
@@ -67,7 +68,7 @@ def _rebound(function: Any, of_copy: dict[int, Any]) -> Any:
     if not isinstance(function, types.FunctionType):
         return function
     cells = function.__closure__ or ()
-    contents = [cell.cell_contents if _is_filled(cell) else cell for cell in cells]
+    contents = [cell.cell_contents if is_filled(cell) else cell for cell in cells]
     defaults = function.__defaults__ or ()
     if not any(id(value) in of_copy for value in (*contents, *defaults)):
         return function
@@ -84,14 +85,6 @@ def _rebound(function: Any, of_copy: dict[int, Any]) -> Any:
     )
     bound.__kwdefaults__ = function.__kwdefaults__
     return bound
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True
 
 
 def fill_copy(own: LightningModule, module: LightningModule, state: dict[str, Any], shares_buffers: bool) -> None:

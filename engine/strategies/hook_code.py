@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from ..reliability.tracebacks import is_installed
 
-__all__ = ["check_types", "reader_of_state"]
+__all__ = ["check_types", "is_filled", "reader_of_state"]
 
 _OTHERS = {"torch", "lightning", "pytorch_lightning", "lightning_utilities", "torchmetrics", "numpy"}
 _OTHERS |= {__name__.split(".")[0], *sys.stdlib_module_names}
@@ -148,7 +148,7 @@ def _functions(owners: Iterable[Any], about: str) -> Iterator[tuple[types.Functi
             continue
         yield value, is_method
         named = [value.__globals__[name] for name in _names(value.__code__) if name in value.__globals__]
-        named += [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
+        named += [cell.cell_contents for cell in value.__closure__ or () if is_filled(cell)]
         waiting += [(of, depth + 1, False) for of in named if _is_followed(of) and _is_near(of, value)]
 
 
@@ -174,7 +174,8 @@ def _is_followed(value: Any) -> bool:
     return _is_code(value) or _package(value if isinstance(value, type) else type(value)) not in _OTHERS
 
 
-def _is_filled(cell: Any) -> bool:
+def is_filled(cell: Any) -> bool:
+    """Whether a cell of a closure has a value by now."""
     try:
         cell.cell_contents  # noqa: B018
     except ValueError:

@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
+from torch import library
 from torch._dynamo.testing import CompileCounter
-from torch.library import register_kernel
 
 from polyphase.engine.data import PackSequences
 from polyphase.models import ByteGPT, Transformer
@@ -95,8 +95,8 @@ def backward_kernel(gradient, q, k, v, _out, _lse, cu_seq, _cu_seq_k, _max_q, _m
 
 @pytest.fixture
 def kernel(monkeypatch):
-    register_kernel("torch_attn::_varlen_attn", "cpu", forward_kernel)
-    register_kernel("torch_attn::_varlen_attn_backward", "cpu", backward_kernel)
+    library.register_kernel("torch_attn::_varlen_attn", "cpu", forward_kernel)
+    library.register_kernel("torch_attn::_varlen_attn_backward", "cpu", backward_kernel)
     monkeypatch.setattr(Transformer, "_has_kernel", lambda *_: True)
 
 

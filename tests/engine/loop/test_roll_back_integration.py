@@ -158,14 +158,17 @@ class Again(Victim):
 
 
 def test_a_loss_while_the_others_return_is_one_more(tmp_path):
-    killed, resumed = Net(0.3), Net(0.3)
     callbacks = [Again(1, "backward"), Victim(3, "forward"), snapshots(tmp_path)]
-    flags = {"strategy": "fsdp_fork"}
+    _goes_on_as_two_of_four("fsdp_fork", callbacks, tmp_path)
+
+
+def _goes_on_as_two_of_four(strategy: str, callbacks: list[Any], folder: Any) -> None:
+    killed, resumed = Net(0.3), Net(0.3)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Victim, "_is_due", _is_last_of_four)
-        engine = fit(killed, devices=4, on_rank_loss="continue", callbacks=callbacks, **flags)
+        engine = fit(killed, devices=4, strategy=strategy, on_rank_loss="continue", callbacks=callbacks)
     assert engine.global_step == STEPS
-    fit(resumed, devices=2, resume=tmp_path / f"step={SAVED}", **flags)
+    fit(resumed, devices=2, strategy=strategy, resume=folder / f"step={SAVED}")
     assert largest_difference(weights(killed), weights(resumed)) == 0
 
 
@@ -174,15 +177,8 @@ def _is_last_of_four(victim: Victim, trainer: Any) -> bool:
 
 
 def test_a_group_of_hsdp_without_all_its_shards_leaves(tmp_path):
-    killed, resumed = Net(0.3), Net(0.3)
     callbacks = [Victim(3, "forward"), snapshots(tmp_path), Told(tmp_path)]
-    flags = {"strategy": "hsdp_fork:shard=2"}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Victim, "_is_due", _is_last_of_four)
-        engine = fit(killed, devices=4, on_rank_loss="continue", callbacks=callbacks, **flags)
-    assert engine.global_step == STEPS
-    fit(resumed, devices=2, resume=tmp_path / f"step={SAVED}", **flags)
-    assert largest_difference(weights(killed), weights(resumed)) == 0
+    _goes_on_as_two_of_four("hsdp_fork:shard=2", callbacks, tmp_path)
     assert f"ranks 2-3 lost after step {AT}, 2 left" in (tmp_path / "told-0").read_text()
 
 
