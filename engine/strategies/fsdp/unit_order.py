@@ -90,7 +90,7 @@ class UnitOrder:
         units: list[tuple[str, Callable[[], list[str]]]],
         reports: Callable[[], dict[int, dict[str, Any]]],
         timeout_s: float,
-        check: Callable[[], None] = lambda: None,
+        check: Callable[[], None] | None = None,
     ) -> None:
         self._flag, self._units, self._reports, self._timeout_s = flag, units, reports, timeout_s
         self._check_others = check
@@ -180,7 +180,8 @@ class UnitOrder:
         looks_at = began + _BEAT_S
         while job.count(ranks) < job.num_ranks:
             time.sleep(pause_s)
-            self._check_others()
+            if self._check_others is not None:
+                self._check_others()
             pause_s = min(2 * pause_s, _POLL_S[1])
             if pause_s == _POLL_S[1] and (failure := self._failure(job)) is not None:
                 raise RuntimeError(f"stopped, because rank {failure['rank']} failed: {failure['message']}")
@@ -289,8 +290,7 @@ def watch_units(model: nn.Module, flag: str, trainer: Any, timeout_s: float) -> 
 
     units: list[tuple[str, Callable[[], list[str]]]] = []
     rank_loss = trainer.fit_loop.epoch_loop.rank_loss
-    check = (lambda: None) if rank_loss is None else rank_loss.check
-    order = UnitOrder(flag, units, known_reports, timeout_s, check)
+    order = UnitOrder(flag, units, known_reports, timeout_s, None if rank_loss is None else rank_loss.check)
     for name, submodule in model.named_modules():
         if not isinstance(submodule, FSDPModule):
             continue
