@@ -609,9 +609,12 @@ class MeshStrategy(DistributedStrategy, CommHookMixin, ModelParallelStrategy):
             self._undo_hooks()
             self._undo_hooks = None
 
+    _replicas: dist.ProcessGroup | None = None
+    """The ranks that have the same plain parameters, and step them alike; None: the plain ones are the rank's own."""
+
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         """Steps as if parameters were whole; see `as_whole`."""
-        mode, closure = as_whole(optimizer, closure)
+        mode, closure = as_whole(optimizer, closure, self._replicas)
         with mode:
             return super().optimizer_step(optimizer, closure, *args, **kwargs)
 

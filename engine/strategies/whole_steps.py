@@ -29,7 +29,7 @@ from torch import Tensor, optim
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from .._compat.torch import TorchDispatchMode, _muon, tree_leaves, tree_map_only
+from .._compat.torch import TorchDispatchMode, _muon, _StridedShard, tree_leaves, tree_map_only
 from ..distributed.buckets import local_part
 
 __all__ = [
@@ -65,14 +65,14 @@ _CAST = torch.ops.aten._to_copy.default
 
 
 def as_whole(
-    optimizer: optim.Optimizer, closure: Callable[..., Any]
+    optimizer: optim.Optimizer, closure: Callable[..., Any], replicas: dist.ProcessGroup | None = None
 ) -> tuple[contextlib.AbstractContextManager[Any], Callable[..., Any]]:
-    """Returns the context for an optimizer's step, and the closure to pass to it."""
+    """Returns the context for an optimizer's step, and the closure to pass to it; see `dealing_matrices`."""
     if type(optimizer) in _ELEMENTWISE:
         return contextlib.nullcontext(), closure
     mode = _AsWhole(f"the step of {type(optimizer).__name__}")
     if type(optimizer) is optim.Muon:
-        return _both(dealing_matrices(), mode), mode.pausing(closure)
+        return _both(dealing_matrices(replicas), mode), mode.pausing(closure)
     return mode, mode.pausing(closure)
 
 
@@ -445,38 +445,43 @@ class _Shared(NamedTuple):
     """The rank that has each part, of the first `len(holders)`."""
     num_replicas: int = 1
     """How often the group has all parts: those of the first ranks, then the same of as many others."""
+    num_blocks: int = 1
+    """The equal blocks of rows, such as q, k and v in one matrix, each of which is cut so."""
 
     def parts(self, whole: Tensor) -> list[Tensor]:
         """The part of each rank: torch's chunks, of which the last ones may be shorter, or empty."""
         if not self.cuts:
             return [whole] * self.group.size()
-        parts = [whole]
+        parts = [whole.unflatten(0, (self.num_blocks, -1))]
         for dim, number in self.cuts:
-            parts = [piece for part in parts for piece in part.split(_lengths(part.shape[dim], number), dim)]
+            parts = [piece for part in parts for piece in part.split(_lengths(part.shape[dim + 1], number), dim + 1)]
         in_order = [part for _, part in sorted(zip(self.holders, parts, strict=True), key=lambda pair: pair[0])]
-        return in_order * self.num_replicas
+        return [part.flatten(0, 1) for part in in_order] * self.num_replicas
 
     def joined(self, parts: Sequence[Tensor]) -> Tensor:
         """The inverse of `parts`."""
-        in_order = [parts[holder] for holder in self.holders]
+        in_order = [parts[holder].unflatten(0, (self.num_blocks, -1)) for holder in self.holders]
         for dim, number in reversed(self.cuts):
-            in_order = [torch.cat(in_order[i : i + number], dim) for i in range(0, len(in_order), number)]
-        return in_order[0]
+            in_order = [torch.cat(in_order[i : i + number], dim + 1) for i in range(0, len(in_order), number)]
+        return in_order[0].flatten(0, 1)
 
 
 def _shared(replicas: dist.ProcessGroup | None, *tensors: Any) -> _Shared | None:
     """Which parts of a parameter, its gradient and its momentum alike a group has; None if a rank steps it alone."""
     param = tensors[0]
     if not isinstance(param, DTensor):
-        return None if replicas is None else _Shared(replicas, (), ())
+        return None if replicas is None or param.is_meta else _Shared(replicas, (), ())
     if not all(isinstance(t, DTensor) and t.placements == param.placements for t in tensors):
         return None
     mesh = param.device_mesh
     placements: Any = param.placements
     axes = [axis for axis, placement in enumerate(placements) if not placement.is_replicate()]
-    if len(axes) == 1 and type(placements[axes[0]]) is Shard:
+    inner: Any = placements[axes[-1]] if axes else None
+    num_blocks = _num_blocks(inner, len(param), mesh.size(axes[-1])) if axes else 1
+    if len(axes) == 1 and num_blocks:
         size = mesh.size(axes[0])
-        of_axis = _Shared(mesh.get_group(axes[0]), ((placements[axes[0]].dim, size),), tuple(range(size)))
+        ranks = tuple(range(size))
+        of_axis = _Shared(mesh.get_group(axes[0]), ((inner.dim, size),), ranks, num_blocks=num_blocks)
         return of_axis if size > 1 else None
     is_world = mesh.mesh.flatten().tolist() == list(range(dist.get_world_size()))
     if not is_world or mesh.size() == 1:
@@ -485,13 +490,22 @@ def _shared(replicas: dist.ProcessGroup | None, *tensors: Any) -> _Shared | None
         return _Shared(dist.group.WORLD, (), ())
     if axes != [mesh.ndim - 2, mesh.ndim - 1]:
         return None
-    outer, inner = placements[-2:]
+    outer, cuts_again = placements[-2], placements[-2].dim == inner.dim
     # FSDP2 has cut what a rank of tp has: along the same dim, torch says so by a placement of its own.
-    if type(inner) is not Shard or (type(outer) is Shard) is (outer.dim == inner.dim):
+    if not num_blocks or (type(outer) is Shard) is cuts_again or (cuts_again and num_blocks > 1):
         return None
     by_replica = mesh.mesh.view(-1, *mesh.shape[-2:])
     cuts = ((inner.dim, by_replica.shape[2]), (outer.dim, by_replica.shape[1]))
-    return _Shared(dist.group.WORLD, cuts, tuple(by_replica[0].T.flatten().tolist()), len(by_replica))
+    return _Shared(dist.group.WORLD, cuts, tuple(by_replica[0].T.flatten().tolist()), len(by_replica), num_blocks)
+
+
+def _num_blocks(placement: Any, num_rows: int, num_ranks: int) -> int:
+    """The number of equal blocks of rows that a placement cuts each by itself; 0 if it cuts in another way."""
+    if type(placement) is Shard:
+        return 1
+    if type(placement) is not _StridedShard or placement.dim or num_rows % (int(placement.split_factor) * num_ranks):
+        return 0
+    return int(placement.split_factor)
 
 
 def _step_dealt(

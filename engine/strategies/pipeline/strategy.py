@@ -337,7 +337,8 @@ class Pipeline(MeshStrategy):
             self._counting_hook = AllReduceHook() if self.comm_hook is None else None
             hook = self.active_hook
             assert hook is not None
-            hook.begin(model, CountingGroup(self._device_mesh["replicate"].get_group()), self.loss_scaler)  # type: ignore[index]
+            self._replicas = self._device_mesh["replicate"].get_group()  # type: ignore[index]
+            hook.begin(model, CountingGroup(self._replicas), self.loss_scaler)
         if isinstance(self.options, PPFSDPOptions) and self.counts_traffic:
             self._shard_group = CountingGroup(self._device_mesh["shard"].get_group())  # type: ignore[index]
             for index, (unit, _) in enumerate(unit for stage in self._parts for unit in fsdp_units(stage, size)):

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from ..._compat.torch import tree_leaves
+from ..._compat.torch import AsyncCollectiveTensor, tree_leaves
 from ..whole_steps import GATHERED
 
 __all__ = ["NoLostWrites"]
@@ -64,5 +64,7 @@ def _views(result: Any) -> Iterator[DTensor]:
 
 def _share_memory(one: DTensor, other: DTensor) -> bool:
     # torch: DTensor._local_tensor
-    parts: list[Tensor] = [one._local_tensor, other._local_tensor]
-    return parts[0].untyped_storage().data_ptr() == parts[1].untyped_storage().data_ptr()
+    parts: list[Any] = [one._local_tensor, other._local_tensor]
+    # torch: what a collective will give has no storage of its own, and nor has a view of it.
+    of_parts: list[Tensor] = [part.elem if isinstance(part, AsyncCollectiveTensor) else part for part in parts]
+    return of_parts[0].untyped_storage().data_ptr() == of_parts[1].untyped_storage().data_ptr()

@@ -32,11 +32,27 @@ class Block(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(x)))
 
 
-class Net(LightningModule):
+class Attention(nn.Module):
+    """Of sequences of two: q, k and v are one matrix."""
+
+    num_heads = 2
+
     def __init__(self) -> None:
         super().__init__()
+        self.qkv, self.out = nn.Linear(16, 48, bias=False), nn.Linear(16, 16, bias=False)
+
+    def forward(self, x):
+        pairs = x.view(-1, 2, 16)
+        q, k, v = self.qkv(pairs).view(-1, 2, 3, 2, 8).permute(2, 0, 3, 1, 4)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+        return x + self.out(mixed.reshape(-1, 2, 16)).reshape(-1, 32)
+
+
+class Net(LightningModule):
+    def __init__(self, block=Block) -> None:
+        super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(block() for _ in range(2))
 
     def training_step(self, batch, batch_idx):
         (rows,) = batch
@@ -49,8 +65,8 @@ class Net(LightningModule):
         return torch.optim.Muon(self.parameters(), lr=0.02)
 
 
-def fit(strategy, samples, steps, devices=2):
-    module = Net()
+def fit(strategy, samples, steps, devices=2, block=Block):
+    module = Net(block)
     loader = DataLoader(TensorDataset(ROWS), batch_size=samples)
     Engine(**QUIET, strategy=strategy, devices=devices, max_steps=steps, max_epochs=1).fit(module, loader)
     return module.state_dict()
@@ -71,32 +87,36 @@ def test_stages_in_shards_are_as_whole_ones():
 
 
 @pytest.mark.parametrize(
-    ("strategy", "devices"),
+    ("strategy", "devices", "block"),
     [
-        ("ddp_fork", 2),
-        ("tp_fork", 2),
-        ("cp_fork", 2),
-        ("fsdp+tp_fork:tp=2", 4),
-        ("hsdp+tp_fork:replicate=2,tp=2", 4),
-        *nightly(("hsdp+tp_fork:replicate=2,shard=2,tp=2", 8)),
+        ("ddp_fork", 2, Block),
+        ("tp_fork", 2, Block),
+        ("tp_fork", 2, Attention),
+        ("cp_fork", 2, Block),
+        ("pp_fork", 2, Block),
+        ("pp+ddp_fork:pipeline_size=2", 4, Block),
+        ("fsdp+tp_fork:tp=2", 4, Block),
+        ("fsdp+tp_fork:tp=2", 4, Attention),
+        ("hsdp+tp_fork:replicate=2,tp=2", 4, Block),
+        *nightly(("hsdp+tp_fork:replicate=2,shard=2,tp=2", 8, Attention), ("pp+fsdp_fork:pipeline_size=2", 4, Block)),
     ],
 )
-def test_a_step_is_as_in_a_plain_loop(strategy, devices):
-    expected = Net()
+def test_a_step_is_as_in_a_plain_loop(strategy, devices, block):
+    expected = Net(block)
     optimizer = expected.configure_optimizers()
     expected.training_step([ROWS[:16]], 0).backward()
     optimizer.step()
     # 1e-8 of a gradient, by which sums in another order differ, can be a bit of 16-bit numbers: 2**-8 of what moves.
-    samples = 16 // {"d": 2, "f": 2, "h": devices // 2}.get(strategy[0], 1)
-    found = fit(strategy, samples=samples, steps=1, devices=devices)
+    samples = 16 // {"d": 2, "f": 2, "h": devices // 2, "p": devices // 2}.get(strategy[0], 1)
+    found = fit(strategy, samples=samples, steps=1, devices=devices, block=block)
     assert largest_difference(found, expected.state_dict()) < 2**-8 * 0.02
 
 
 class Counted(Net):
     """Counts the collectives and floating-point operations of Muon's steps; the backward is in the other's."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, block) -> None:
+        super().__init__(block)
         self.register_buffer("counts", torch.zeros(2, dtype=torch.float64))
 
     def configure_optimizers(self):
@@ -120,22 +140,27 @@ class Counted(Net):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "devices", "num_sent"),
+    ("strategy", "devices", "block", "num_sent"),
     [
-        ("ddp_fork", 2, 1),  # all have the whole gradients: the results alone are sent
-        ("cp_fork", 2, 1),
-        ("fsdp_fork", 2, 2),
-        ("tp_fork", 2, 2),
-        ("fsdp+tp_fork:tp=2", 4, 2),
-        ("hsdp+tp_fork:replicate=2,tp=2", 4, 2),
-        *nightly(("fsdp_fork", 3, 2)),
+        ("ddp_fork", 2, Block, 1),  # all have the whole gradients: the results alone are sent
+        ("cp_fork", 2, Block, 1),
+        ("fsdp_fork", 2, Block, 2),
+        ("tp_fork", 2, Block, 2),
+        ("tp_fork", 2, Attention, 2),
+        ("pp_fork", 2, Block, 0),  # each stage has matrices of its own
+        ("pp+ddp_fork:pipeline_size=2", 4, Block, 1),
+        ("pp+fsdp_fork:pipeline_size=2", 4, Block, 2),
+        ("fsdp+tp_fork:tp=2", 4, Block, 2),
+        ("fsdp+tp_fork:tp=2", 4, Attention, 2),
+        ("hsdp+tp_fork:replicate=2,tp=2", 4, Attention, 2),
+        *nightly(("fsdp_fork", 3, Block, 2), ("hsdp+tp_fork:replicate=2,tp=2", 4, Block, 2)),
     ],
 )
-def test_each_matrix_is_computed_once(strategy, devices, num_sent):
+def test_each_matrix_is_computed_once(strategy, devices, block, num_sent):
     def counts(strategy, devices):
-        num_parts = {"c": 1, "t": 1}.get(strategy[0], devices) // (2 if "+tp" in strategy else 1)
+        num_parts = {"c": 1, "t": 1}.get(strategy[0], devices) // (2 if "+tp" in strategy or "pp" in strategy else 1)
         loader = DataLoader(TensorDataset(ROWS[:12]), batch_size=12 // num_parts)
-        module = Counted()
+        module = Counted(block)
         flags = {"strategy": strategy, "devices": devices, "check_first_steps": False}
         Engine(**QUIET, **flags, max_steps=1).fit(module, loader)
         return module.counts.tolist()
@@ -150,9 +175,10 @@ def test_parts_of_any_lengths_join_to_the_whole(shape, cuts):
     whole = torch.arange(math.prod(shape)).view(shape)
     numbers = [number for _, number in cuts]
     holders = torch.arange(math.prod(numbers)).view(numbers[-1], -1).T.flatten().tolist()
-    shared = _Shared(None, cuts, tuple(holders))
-    parts = shared.parts(whole)
-    assert torch.equal(shared.joined(parts), whole)
+    for num_blocks in (number for number in (1, 2, 3) if shape[0] % number == 0):
+        shared = _Shared(None, cuts, tuple(holders), num_blocks=num_blocks)
+        parts = shared.parts(whole)
+        assert torch.equal(shared.joined(parts), whole)
 
 
 def test_matrices_that_ranks_have_unequal_parts_of():
