@@ -1,11 +1,12 @@
 """Counts the tokens of a batch without reading from the device."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from polyphase.engine.data.samples import tensors_in
 
 __all__ = ["count_tokens", "num_places"]
 
@@ -21,25 +22,11 @@ def count_tokens(batch: Any) -> int | Tensor | None:
     """
     if isinstance(batch, Mapping) and isinstance(batch.get("attention_mask"), Tensor):
         return batch["attention_mask"].sum(dtype=torch.int64)  # in bf16 a sum stops being exact at 256
-    return next((t.numel() for t in _tensors(batch) if t.dtype in _TOKEN_TYPES and t.dim() >= 2), None)
+    return next((t.numel() for t in tensors_in(batch) if t.dtype in _TOKEN_TYPES and t.dim() >= 2), None)
 
 
 def num_places(batch: Any) -> int | None:
     """Counts the tokens of a batch including padding, without reading a mask; None if it has no tokens."""
     if isinstance(batch, Mapping) and isinstance(batch.get("attention_mask"), Tensor):
         return batch["attention_mask"].numel()
-    return next((t.numel() for t in _tensors(batch) if t.dtype in _TOKEN_TYPES and t.dim() >= 2), None)
-
-
-def _tensors(batch: Any) -> Iterator[Tensor]:
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, Mapping):
-        for value in batch.values():
-            yield from _tensors(value)
-    elif isinstance(batch, (list, tuple)):
-        for value in batch:
-            yield from _tensors(value)
-    elif is_dataclass(batch):
-        for field in fields(batch):
-            yield from _tensors(getattr(batch, field.name))
+    return next((t.numel() for t in tensors_in(batch) if t.dtype in _TOKEN_TYPES and t.dim() >= 2), None)

@@ -7,14 +7,14 @@ samples share: numbers, tensors without dims, tuples of values with another leng
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["NoSamplesError", "join_batches", "num_samples", "take_samples"]
+__all__ = ["NoSamplesError", "join_batches", "num_samples", "take_samples", "tensors_in"]
 
 _PLAIN = (str, bytes, bool, int, float, complex, type(None))
 
@@ -58,13 +58,19 @@ def _lengths_of_lists(value: Any) -> Iterator[int]:
 
 
 def _parts(value: Any) -> Sequence[Any]:
-    if isinstance(value, Mapping):
-        return list(value.values())
     if isinstance(value, (list, tuple)):
         return value
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [getattr(value, field.name) for field in dataclasses.fields(value)]
-    return ()
+    if isinstance(value, Mapping):
+        return list(value.values())
+    return [getattr(value, field.name) for field in dataclasses.fields(value)] if _has_parts(value) else ()
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yields the tensors of a batch."""
+    if isinstance(value, Tensor):
+        yield value
+    for part in _parts(value):
+        yield from tensors_in(part)
 
 
 def _is_of_records(value: Any) -> bool:
@@ -94,28 +100,35 @@ def take_samples(batch: Any, size: int, rows: slice) -> Any:
             return batch[rows]
         if isinstance(batch, list) and batch and all(isinstance(item, _PLAIN) for item in batch):
             raise NoSamplesError(f"a list of {len(batch)} values")
-        return type(batch)([take_samples(part, size, rows) for part in batch])
-    if isinstance(batch, Mapping):
-        parts = {key: take_samples(member, size, rows) for key, member in batch.items()}
-        if not isinstance(batch, MutableMapping):
-            return type(batch)(parts)  # type: ignore[call-arg]
-        mapping = copy.copy(batch)  # keeps a default_factory, and other attributes of its class
-        mapping.update(parts)
-        return mapping
-    if isinstance(batch, tuple):
-        return type(batch)(*(take_samples(value, size, rows) for value in batch))
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        return _with_fields(batch, lambda name: take_samples(getattr(batch, name), size, rows))
+    if _has_parts(batch):
+        return _mapped(lambda part: take_samples(part, size, rows), batch)
     if any(_has_samples(member, size) for member in getattr(batch, "__dict__", {}).values()):
         what = "tensors" if any(map(_any_tensor, vars(batch).values())) else "values"
         raise NoSamplesError(f"a {type(batch).__name__}, whose {what} it can't cut")
     return batch
 
 
-def _with_fields(batch: Any, value_of: Any) -> Any:
-    copied = copy.copy(batch)
-    for field in dataclasses.fields(batch):
-        object.__setattr__(copied, field.name, value_of(field.name))
+def _has_parts(batch: Any) -> bool:
+    return isinstance(batch, (list, tuple, Mapping)) or (
+        dataclasses.is_dataclass(batch) and not isinstance(batch, type)
+    )
+
+
+def _mapped(function: Callable[..., Any], *batches: Any) -> Any:
+    """Returns a batch like the first one, each part of which is what `function` returns for those of all of them."""
+    first = batches[0]
+    if isinstance(first, (list, tuple)):
+        members = [function(*parts) for parts in zip(*batches, strict=True)]
+        return type(first)(*members) if hasattr(first, "_fields") else type(first)(members)
+    copied: Any = copy.copy(first)  # keeps a default_factory, and other attributes of its class
+    if isinstance(first, Mapping):
+        named = {key: function(*(batch[key] for batch in batches)) for key in first}
+        if not isinstance(first, MutableMapping):
+            return type(first)(named)  # type: ignore[call-arg]
+        copied.update(named)
+        return copied
+    for field in dataclasses.fields(first):
+        object.__setattr__(copied, field.name, function(*(getattr(batch, field.name) for batch in batches)))
     return copied
 
 
@@ -174,20 +187,10 @@ def join_batches(batches: Sequence[Any], sizes: Sequence[int]) -> Any:
             return type(first)(item for batch in batches for item in batch)
         if len({len(batch) for batch in batches}) > 1:
             raise NoSamplesError(f"a list of {len(first)} values")
-        return type(first)([join_batches(parts, sizes) for parts in zip(*batches, strict=True)])
-    if isinstance(first, Mapping):
-        if any(batch.keys() != first.keys() for batch in batches):
-            raise NoSamplesError(f"a {type(first).__name__} with other keys")
-        joined = {key: join_batches([batch[key] for batch in batches], sizes) for key in first}
-        if not isinstance(first, MutableMapping):
-            return type(first)(joined)  # type: ignore[call-arg]
-        mapping = copy.copy(first)
-        mapping.update(joined)
-        return mapping
-    if isinstance(first, tuple):
-        return type(first)(*(join_batches(parts, sizes) for parts in zip(*batches, strict=True)))
-    if dataclasses.is_dataclass(first) and not isinstance(first, type):
-        return _with_fields(first, lambda name: join_batches([getattr(batch, name) for batch in batches], sizes))
+    if isinstance(first, Mapping) and any(batch.keys() != first.keys() for batch in batches):
+        raise NoSamplesError(f"a {type(first).__name__} with other keys")
+    if _has_parts(first):
+        return _mapped(lambda *parts: join_batches(parts, sizes), *batches)
     if not isinstance(first, _PLAIN) or any(batch != first for batch in batches):
         raise NoSamplesError(f"a {type(first).__name__}, which the samples do not share")
     return first

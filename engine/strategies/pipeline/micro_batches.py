@@ -11,11 +11,10 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from ..._compat.torch import _BatchNorm
-from ...data.samples import NoSamplesError, num_samples, take_samples
+from ...data.samples import NoSamplesError, num_samples, take_samples, tensors_in
 from .attribute_writes import REMEDY, Key
 from .parameter_writes import KeptValues, advances_text
 from .reachable_state import Place, ReachableState, sums
-from .remote_values import tensors_in
 from .shapes import Shapes, TensorSlot, zeros_of
 from .stage_module import StageModule
 

@@ -6,8 +6,9 @@ that puts another parameter in the place of one is refused: optimizer and other 
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -16,11 +17,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as modules
 
 from ..._compat.torch import TorchDispatchMode
+from ...data.samples import tensors_in
 from ...distributed.buckets import local_part
 from ..callers import CutError, is_of_fsdp, users_line
 from ..contents import begin_count, end_count, put_values
 from .reachable_state import sums
-from .remote_values import tensors_in
 
 __all__ = [
     "KeptValues",
@@ -74,14 +75,20 @@ def between_passes_text(name: str) -> str:
 def note_writes(module: nn.Module, written: list[str]) -> Iterator[None]:
     """Context of hooks; adds the names of the parameters that they have written or (un)frozen, as all ranks see."""
     named = dict(module.named_parameters())
-    for parameter in named.values():
-        begin_count(parameter)
-    before = {name: _mark(parameter) for name, parameter in named.items()}
-    try:
+    with _counted(named.values()):
+        before = {name: _mark(parameter) for name, parameter in named.items()}
         yield
         written += [name for name, parameter in named.items() if _mark(parameter) != before[name]]
+
+
+@contextmanager
+def _counted(parameters: Iterable[Tensor]) -> Iterator[None]:
+    for parameter in (each := list(parameters)):
+        begin_count(parameter)
+    try:
+        yield
     finally:
-        for parameter in named.values():
+        for parameter in each:
             end_count(parameter)
 
 
@@ -111,17 +118,13 @@ class ParameterWrites:
     @contextmanager
     def counted(self) -> Iterator[None]:
         """Context of a batch."""
-        every = [parameter for parameters in self._parameters.values() for parameter in parameters]
-        for parameter in every:
-            begin_count(parameter)
-        self._counts = {stage: list(map(_count, parameters)) for stage, parameters in self._parameters.items()}
-        try:
-            yield
-        finally:
-            for parameter in every:
-                end_count(parameter)
-            self._counts.clear()
-            self._first.clear()
+        with _counted(chain.from_iterable(self._parameters.values())):
+            self._counts = {stage: list(map(_count, parameters)) for stage, parameters in self._parameters.items()}
+            try:
+                yield
+            finally:
+                self._counts.clear()
+                self._first.clear()
 
     def check(self, stage: int, number: int) -> None:
         """Called after the forward of a micro-batch.

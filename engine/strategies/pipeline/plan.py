@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from ...attachments import carry_over
+from ...data.samples import tensors_in
 from ..callers import NOT_THE_USERS, CutError, is_outside, is_users, users_line
 from ..units import block_lists, check_inside
 from .remote_values import (
@@ -38,7 +39,6 @@ from .remote_values import (
     mark_origin,
     moved,
     origin_of,
-    tensors_in,
     to_meta,
 )
 

@@ -10,10 +10,11 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from ...compression.counting_group import CountingGroup, TrafficKey
+from ...data.samples import tensors_in
 from ..callers import CutError, users_line
 from ..contents import begin_count
 from .plan import StagePlan
-from .remote_values import Calls, Key, tensors_in
+from .remote_values import Calls, Key
 from .shapes import Shapes, shape_of, zeros_of
 
 __all__ = [

@@ -10,9 +10,8 @@ The mode is a `TorchFunctionMode` (https://docs.pytorch.org/docs/stable/torch.ov
 the user wrote them: one call in the step is one call here.
 """
 
-import dataclasses
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..._compat.torch import FakeTensor, FakeTensorMode, TorchDispatchMode, tree_leaves
+from ...data.samples import tensors_in
 from ..callers import CutError, is_of_fsdp, is_outside, users_line
 
 __all__ = [
@@ -39,7 +39,6 @@ __all__ = [
     "mark_origin",
     "moved",
     "origin_of",
-    "tensors_in",
     "to_meta",
 ]
 
@@ -321,21 +320,6 @@ def origin_of(tensor: Tensor) -> str:
 def has_absent(value: Any) -> bool:
     """Whether a nested value has a tensor without content."""
     return any(tensor.is_meta for tensor in tensors_in(value))
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yields the tensors of a nested value of lists, tuples, mappings and dataclasses, in a fixed order."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name))
 
 
 def _first_absent_and_real(args: Any, kwargs: Any) -> tuple[Tensor | None, Tensor | None]:

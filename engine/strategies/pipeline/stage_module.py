@@ -20,13 +20,14 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
+from ...data.samples import tensors_in
 from ..callers import CutError, is_of_program, users_line
 from ..contents import Contents
 from .attribute_writes import WriteRecorder
 from .parameter_writes import no_new_parameters
 from .partitioned_module import PartitionedModule
 from .received_values import ReceivedValues
-from .remote_values import RemoteValueMode, has_absent, mark_origin, origin_of, tensors_in
+from .remote_values import RemoteValueMode, has_absent, mark_origin, origin_of
 from .shapes import TensorSlot, flatten_tree, form_text, shape_of, shapes_and_dtypes
 
 __all__ = ["StageModule", "describe_failure"]
