@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from polyphase.callbacks.replica_guard import why_not
 from polyphase.engine.devices import module_of
+from polyphase.engine.distributed.buckets import local_part
 from polyphase.engine.strategies import adapt
 
 __all__ = ["HealthWatch", "lr_interval_steps", "unfused_optimizer"]
@@ -71,7 +71,7 @@ class _Measurement:
     def __init__(self, trainer: Any, module: LightningModule, is_replicated: bool) -> None:
         device = trainer.strategy.root_device
         named = [(name, p) for name, p in module.named_parameters() if p.requires_grad and not p.is_meta]
-        gradients = [None if p.grad is None else _local(p.grad) for _, p in named]
+        gradients = [None if p.grad is None else local_part(p.grad) for _, p in named]
         self._names = [name for name, _ in named]
         self._step = trainer.global_step
         # If no parameter has a gradient, they were already cleared.
@@ -81,7 +81,7 @@ class _Measurement:
         self._num_norms = len(norms)
         if is_replicated:
             wide = torch.float32 if device.type == "mps" else torch.float64
-            norms += [torch.linalg.vector_norm(_local(p), dtype=wide) for _, p in named]
+            norms += [torch.linalg.vector_norm(local_part(p), dtype=wide) for _, p in named]
         self._event: Any = None
         self._values = torch.stack([norm.to(norms[-1].dtype) for norm in norms]) if norms else zero.reshape(1)[:0]
         backend = module_of(device)
@@ -109,10 +109,6 @@ class _Measurement:
             numbers["checksum"] = sum(number * norm for number, norm in enumerate(weights, start=1))
             numbers["checksum_step"] = self._step
         return numbers
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def lr_interval_steps(trainer: Any) -> int | None:

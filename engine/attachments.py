@@ -14,7 +14,16 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.utils import swap_tensors
 
-__all__ = ["attach_attributes", "carry_over", "copied", "has_attributes", "has_hooks", "swap", "update_ids"]
+__all__ = [
+    "attach_attributes",
+    "carry_over",
+    "copied",
+    "has_attributes",
+    "has_hooks",
+    "is_filled",
+    "swap",
+    "update_ids",
+]
 
 _COLLECTIONS = (list, tuple, set, frozenset, dict)
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -101,6 +110,15 @@ def has_attributes(parameter: Tensor) -> bool:
 def has_hooks(parameters: Iterable[Tensor]) -> bool:
     """Whether any parameter has a hook on its gradient."""
     return any(bool(getattr(parameter, name)) for parameter in parameters for name in _HOOKS)
+
+
+def is_filled(cell: Any) -> bool:
+    """Whether a cell of a closure has a value by now."""
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
 
 
 def _copied_hook(hook: Any, memo: dict[int, Any]) -> Any:

@@ -30,6 +30,7 @@ from .loop.compile import CompileSteps
 from .precision import FLOAT8, OF_BLOCKS, TRANSFORMER_ENGINE, canonical_precision
 from .precision.plugins import make_precision
 from .strategies.block_precision import BF16Blocks
+from .strategies.callers import names_in
 from .strategies.float8 import Float8Precision
 from .strategies.registry import STRATEGIES, find_strategy, import_all
 from .strategies.sync_batchnorm import SyncBatchNorm
@@ -408,7 +409,7 @@ def _mentions(module: LightningModule, name: str) -> bool:
     user_classes = (cls for cls in type(module).__mro__ if not cls.__module__.startswith(("lightning.", "torch.")))
     methods = (value for cls in user_classes for value in vars(cls).values() if isinstance(value, types.FunctionType))
     functions = (function for method in methods for function in _decorated(method))
-    return any(name in code.co_names for function in functions for code in _nested(function.__code__))
+    return any(name in names_in(function.__code__) for function in functions)
 
 
 def _decorated(function: types.FunctionType) -> Iterator[types.FunctionType]:
@@ -417,10 +418,3 @@ def _decorated(function: types.FunctionType) -> Iterator[types.FunctionType]:
     for cell in function.__closure__ or ():
         if isinstance(cell.cell_contents, types.FunctionType):
             yield from _decorated(cell.cell_contents)
-
-
-def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _nested(constant)

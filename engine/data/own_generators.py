@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..attachments import is_filled
 from ..checkpoint.rng import is_same_state, set_random_state
 
 __all__ = ["OwnGenerators", "States", "searched_parts", "set_own_states", "set_state_here"]
@@ -176,7 +177,7 @@ def _parts_now(owner: Any) -> tuple[Sequence[Any], list[Any]]:
     if isinstance(owner, dict):
         return list(islice(owner, _MOST)), list(islice(owner.values(), _MOST))
     if _is_closure(owner):
-        return _NUMBERS, list(map(_content, owner.__closure__))
+        return _NUMBERS, _cells(owner)
     return [*vars(owner)], [*vars(owner).values()]
 
 
@@ -195,17 +196,14 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     elif (owner := getattr(value, "__self__", None)) is not None and callable(value):
         yield "__self__", owner
     elif callable(value) and getattr(value, "__closure__", None):
-        yield from zip(value.__code__.co_freevars, map(_content, value.__closure__), strict=True)
+        yield from zip(value.__code__.co_freevars, _cells(value), strict=True)
     # Hugging Face's data sets copy their generators for each epoch.
     elif "_ex_iterable" not in (attributes := getattr(value, "__dict__", {})):
         yield from list(attributes.items())
 
 
-def _content(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not filled yet
-        return None
+def _cells(function: Any) -> list[Any]:
+    return [cell.cell_contents if is_filled(cell) else None for cell in function.__closure__]
 
 
 def set_own_states(data: Any, states: dict[str, Any]) -> None:

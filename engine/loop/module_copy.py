@@ -18,12 +18,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .._compat.torch import tree_leaves, tree_map_only
-from ..attachments import copied
+from ..attachments import copied, is_filled
 from ..checkpoint import get_random_state, set_random_state
 from ..distributed.buckets import move_module
 from ..distributed.object_group import WORLD
 from ..initialization import has_meta_tensors, materialize, read_stored
-from ..strategies.hook_code import is_filled
 from ..strategies.units import shard_units
 
 __all__ = ["Memory", "SampledBlock", "are_equal", "copy_whole", "fill_copy", "is_data", "put"]

@@ -43,7 +43,7 @@ from ..strategies.pipeline.reachable_state import (
     snapshot_outside,
 )
 from .module_copy import are_equal, is_data, put
-from .unsplit import ManualOptimizer, MicroBatch, Replay, UnfitError, loss_of
+from .unsplit import ManualOptimizer, MicroBatch, Replay, UnfitError, loss_of, norm
 
 __all__ = ["Comparison", "compare_parts", "kept_values"]
 
@@ -412,18 +412,14 @@ def _differences(parts: Sequence[_Ran], whole: Sequence[_Ran]) -> list[str]:
         a, b = actual.loss, expected.loss
         if abs(a - b) > _LOSS_TOLERANCE * max(abs(a), abs(b)) + 1e-6 or (a != a) != (b != b):
             return [f"the loss of step {step} is {a:.7g}, not {b:.7g}"]
-        floor = _GRADIENT_FLOOR * _norm(expected.gradients.values())
+        floor = _GRADIENT_FLOOR * norm(expected.gradients.values())
         for name in dict.fromkeys([*expected.gradients, *actual.gradients]):
             zero = torch.zeros((), device=next(iter(expected.gradients.values())).device)
             own, its = actual.gradients.get(name, zero), expected.gradients.get(name, zero)
-            largest, difference = max(_norm([own]), _norm([its])), _norm([own - its])
+            largest, difference = max(norm([own]), norm([its])), norm([own - its])
             if difference > _GRADIENT_TOLERANCE * largest + floor:
                 return [f"the gradient of {name!r} in step {step} differs by {difference / largest:.0e} of its norm"]
     return []
-
-
-def _norm(tensors: Any) -> float:
-    return float(sum(torch.linalg.vector_norm(tensor).double().square() for tensor in tensors)) ** 0.5
 
 
 class _Constants(TorchDispatchMode):

@@ -11,7 +11,7 @@ import functools
 import io
 import itertools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from torchmetrics import Metric
 from .._compat.lightning import _configure_optimizers
 from ..attachments import has_hooks
 from ..checkpoint import get_random_state, set_random_state
+from ..checkpoint.rng import is_same_state
 from ..data.samples import NoSamplesError, join_batches
 from ..distributed.buckets import move_module
 from ..distributed.digests import Digests, digests, whole
@@ -49,6 +50,7 @@ __all__ = [
     "Step",
     "UnfitError",
     "loss_of",
+    "norm",
 ]
 
 _BETWEEN_PASSES = ("on_before_zero_grad", "optimizer_zero_grad", "on_before_backward")
@@ -386,9 +388,7 @@ class Replay:
         with self.forward_context():
             batch = self._on_device(micro_batch)
             output = self.module.training_step(*((batch, micro_batch.batch_idx) if self._has_idx else (batch,)))
-        if not (self.draws_same_numbers and not self.joins_batches) and not _are_equal_states(
-            before, get_random_state()
-        ):
+        if not (self.draws_same_numbers and not self.joins_batches) and not is_same_state(before, get_random_state()):
             raise UnfitError("its step draws random numbers, which differ in a split module")
         return output
 
@@ -428,13 +428,13 @@ class Replay:
         trained = [p for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
         own = {id(p) for p in trained if not p.grad.is_sparse}
         names = {id(p): name for name, p in self.module.named_parameters()}
-        norm = _norm([gradients[name] for key, name in names.items() if key in own and name in gradients])
-        self.norms.append((f"gradient norm of {self._step_label}", self._call_of_run.norm, norm))
+        own_norm = norm([gradients[name] for key, name in names.items() if key in own and name in gradients])
+        self.norms.append((f"gradient norm of {self._step_label}", self._call_of_run.norm, own_norm))
         figures = digests((names[id(p)], p.grad) for p in trained if id(p) in names)
         self.gradients[self._position] = self._step_label, whole([figures])
         num = sum(gradient.numel() for gradient in gradients.values())
         largest = max((float(g.abs().max()) for g in gradients.values() if g.numel()), default=0.0)
-        least = max(1e-3 * _norm(list(gradients.values())) / max(num, 1) ** 0.5, 1e-6 * largest)
+        least = max(1e-3 * norm(list(gradients.values())) / max(num, 1) ** 0.5, 1e-6 * largest)
         for name, gradient in gradients.items():
             above = gradient.abs() > least
             self.above_rounding[name] = self.above_rounding[name] & above if name in self.above_rounding else above
@@ -489,12 +489,6 @@ def _clip(optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm
         nn.utils.clip_grad_norm_(parameters, gradient_clip_val)
 
 
-def _norm(tensors: list[Tensor]) -> float:
+def norm(tensors: Iterable[Tensor]) -> float:
+    """Returns the norm of all tensors together."""
     return float(sum(torch.linalg.vector_norm(t, dtype=None).double().square() for t in tensors)) ** 0.5
-
-
-def _are_equal_states(before: dict[str, Any], after: dict[str, Any]) -> bool:
-    return all(
-        torch.equal(value, after[name]) if isinstance(value, Tensor) else value == after[name]
-        for name, value in before.items()
-    )

@@ -12,6 +12,7 @@ import torch
 from ..reliability.tracebacks import package_of
 
 __all__ = [
+    "LIBRARIES",
     "NOT_THE_USERS",
     "CutError",
     "is_between",
@@ -20,6 +21,7 @@ __all__ = [
     "is_of_program",
     "is_outside",
     "is_users",
+    "names_in",
     "users_line",
 ]
 
@@ -34,6 +36,17 @@ NOT_THE_USERS = tuple(
 )
 """Folders of torch, Lightning and this package."""
 _FSDP, _DTENSOR = (os.path.join(NOT_THE_USERS[0], "distributed", folder, "") for folder in ("fsdp", "tensor"))
+
+
+LIBRARIES = {"torch", "lightning", "pytorch_lightning", "lightning_utilities", "torchmetrics", "numpy"}
+LIBRARIES |= {__name__.split(".")[0], *sys.stdlib_module_names}
+"""Packages whose code is none of the user's: a name of theirs stands for no state of a module."""
+
+
+def names_in(code: types.CodeType) -> set[str]:
+    """Returns the names of globals and attributes that code uses, that of inner functions included."""
+    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return set(code.co_names).union(*map(names_in, inner))
 
 
 class CutError(RuntimeError):

@@ -16,12 +16,12 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from ..attachments import is_filled
 from ..reliability.tracebacks import is_installed
+from .callers import LIBRARIES, names_in
 
-__all__ = ["check_types", "is_filled", "reader_of_state"]
+__all__ = ["check_types", "reader_of_state"]
 
-_OTHERS = {"torch", "lightning", "pytorch_lightning", "lightning_utilities", "torchmetrics", "numpy"}
-_OTHERS |= {__name__.split(".")[0], *sys.stdlib_module_names}
 _MAX_CALLS = 3
 _BEFORE_SPLIT = ("__init__", "configure_model", "setup", "prepare_data")
 """They run while parameters are whole, and before there are optimizers."""
@@ -135,11 +135,11 @@ def _functions(owners: Iterable[Any], about: str) -> Iterator[tuple[types.Functi
         if not isinstance(value, (type, types.FunctionType)):
             value = type(value)
         is_optimizers = isinstance(value, type) and issubclass(value, Optimizer)  # its steps are tried
-        if id(value) in seen or depth > _MAX_CALLS or _package(value) in _OTHERS or is_optimizers:
+        if id(value) in seen or depth > _MAX_CALLS or _package(value) in LIBRARIES or is_optimizers:
             continue
         seen.add(id(value))
         if isinstance(value, type):
-            kinds = [kind for kind in value.__mro__ if _package(kind) not in _OTHERS]
+            kinds = [kind for kind in value.__mro__ if _package(kind) not in LIBRARIES]
             members = [item for kind in kinds for item in vars(kind).items() if item[0] not in _BEFORE_SPLIT]
             waiting += [(m, depth, isinstance(m, types.FunctionType)) for _, m in members if _is_code(m)]
             continue
@@ -147,7 +147,7 @@ def _functions(owners: Iterable[Any], about: str) -> Iterator[tuple[types.Functi
         if depth == 0 and not any(about in word.lower() for word in words):
             continue
         yield value, is_method
-        named = [value.__globals__[name] for name in _names(value.__code__) if name in value.__globals__]
+        named = [value.__globals__[name] for name in names_in(value.__code__) if name in value.__globals__]
         named += [cell.cell_contents for cell in value.__closure__ or () if is_filled(cell)]
         waiting += [(of, depth + 1, False) for of in named if _is_followed(of) and _is_near(of, value)]
 
@@ -171,21 +171,7 @@ def _is_followed(value: Any) -> bool:
     """Whether it is code, or an object of a class of the user's, of which any method may be called."""
     if isinstance(value, (nn.Module, types.ModuleType, Optimizer)):
         return False
-    return _is_code(value) or _package(value if isinstance(value, type) else type(value)) not in _OTHERS
-
-
-def is_filled(cell: Any) -> bool:
-    """Whether a cell of a closure has a value by now."""
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True
-
-
-def _names(code: types.CodeType) -> set[str]:
-    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
-    return set(code.co_names).union(*map(_names, inner))
+    return _is_code(value) or _package(value if isinstance(value, type) else type(value)) not in LIBRARIES
 
 
 def _words(code: types.CodeType) -> set[str]:

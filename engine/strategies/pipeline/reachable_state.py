@@ -11,7 +11,6 @@ import contextvars
 import functools
 import itertools
 import random
-import sys
 import types
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
@@ -23,7 +22,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from ..callers import NOT_THE_USERS
+from ..callers import LIBRARIES, NOT_THE_USERS, names_in
 from ..contents import KEPT_IN_PLACE, PLAIN, keep_in_place, place_in_values
 from ..step_guard import StepSnapshot
 
@@ -44,8 +43,6 @@ __all__ = [
 
 NOT_THE_USERS_ATTRIBUTES = frozenset(nn.Module().__dict__) | frozenset(LightningModule().__dict__) | {"forward", "log"}
 """Attributes of every module, and those that a pipeline replaces."""
-_OTHERS = {"torch", "lightning", "pytorch_lightning", "lightning_utilities", "torchmetrics", "numpy"}
-_OTHERS |= {__name__.split(".")[0], *sys.stdlib_module_names}
 _HOLDERS = types.SimpleNamespace, argparse.Namespace
 """Classes of the standard library that users keep values in."""
 _CODE = types.FunctionType, types.BuiltinFunctionType, types.MethodType, type, property, staticmethod, classmethod
@@ -179,7 +176,7 @@ class Touched:
 
     def __init__(self, module: nn.Module) -> None:
         parts = dict(module.named_modules())
-        self._parts = {n: part for n, part in parts.items() if type(part).__module__.split(".")[0] not in _OTHERS}
+        self._parts = {n: part for n, part in parts.items() if type(part).__module__.split(".")[0] not in LIBRARIES}
         self.seen: set[Place] = set()
         """The places that were written in an earlier batch."""
         self._before: dict[Place, Any] = {}
@@ -383,7 +380,7 @@ def is_of_a_users_class(value: Any) -> bool:
     """Whether a value is an object with attributes of a class that the user, or another library, has written."""
     if isinstance(value, (nn.Module, type, types.ModuleType, types.FunctionType, types.MethodType)):
         return False
-    return type(value).__module__.split(".")[0] not in _OTHERS or isinstance(value, _HOLDERS)
+    return type(value).__module__.split(".")[0] not in LIBRARIES or isinstance(value, _HOLDERS)
 
 
 def _content_of(container: Any) -> Any:
@@ -497,7 +494,7 @@ class Code:
 
     def _follow_class(self, kind: type, depth: int) -> None:
         for base in kind.__mro__:
-            if base.__module__.split(".")[0] in _OTHERS:
+            if base.__module__.split(".")[0] in LIBRARIES:
                 continue
             attributes = _ClassAttributes(base)
             for name, value in list(attributes.items()):
@@ -512,7 +509,7 @@ class Code:
         if function.__code__.co_filename.startswith(NOT_THE_USERS):
             return
         module = function.__module__ or ""
-        if module.split(".")[0] in _OTHERS:
+        if module.split(".")[0] in LIBRARIES:
             return
         if (inner := getattr(function, "__wrapped__", None)) is not None:
             self.follow(inner, depth)
@@ -525,13 +522,13 @@ class Code:
         defaults |= function.__kwdefaults__ or {}
         for name, value in defaults.items():
             self._see(Place(function.__qualname__, name, "default argument"), value, defaults, depth)
-        names = _names(function.__code__)
+        names = names_in(function.__code__)
         for name in names:
             if name not in function.__globals__:
                 continue
             value = function.__globals__[name]
             if isinstance(value, types.ModuleType):
-                table = vars(value) if value.__name__.split(".")[0] not in _OTHERS else {}
+                table = vars(value) if value.__name__.split(".")[0] not in LIBRARIES else {}
                 for attribute in names & table.keys():
                     self._see(Place(value.__name__, attribute, "global"), table[attribute], table, depth)
             else:
@@ -548,12 +545,6 @@ class Code:
 def _may_change(name: str, value: Any) -> bool:
     """Whether a name of a class or of code may stand for state."""
     return not name.startswith("__") and not isinstance(value, (*_CODE, types.ModuleType, nn.Module))
-
-
-def _names(code: types.CodeType) -> set[str]:
-    """Returns the names of globals and attributes that code uses, that of inner functions included."""
-    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
-    return set(code.co_names).union(*map(_names, inner))
 
 
 def named_tables(module: nn.Module) -> dict[Place, Any]:
