@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 from rich.console import Console
 
@@ -39,12 +39,12 @@ _Render = Callable[[], Sequence[str]]
 """Returns the current rows, each narrower than the terminal."""
 
 
-class Screen(Protocol):
-    """An output that a progress bar can draw on."""
+class Screen:
+    """An output that a progress bar can draw on; without more it has permanent rows only."""
 
-    is_live: bool
+    is_live = False
     """Whether `show` draws anything."""
-    period_s: float
+    period_s = 0.0
     """Shortest time between two drawings, in seconds."""
 
     def guard(self, *, is_drawn_here: bool) -> None:
@@ -62,50 +62,34 @@ class Screen(Protocol):
 
     def keep(self, rows: Sequence[str]) -> None:
         """Replaces the drawing by permanent rows; later output appears below them."""
+        raise NotImplementedError
 
     def add(self, row: str) -> None:
         """Writes a permanent row above the drawing, which stays."""
+        self.keep([row])
 
     def clear(self) -> None:
         """Removes the drawing."""
+        self.keep(())
 
 
-class PlainOutput:
+class PlainOutput(Screen):
     """A file, or a terminal without escape codes: only permanent rows are printed.
 
     Args:
         file: the file to print to.
     """
 
-    is_live = False
-    period_s = 0.0
-
     def __init__(self, file: TextIO) -> None:
         self._file = file
-
-    def guard(self, *, is_drawn_here: bool) -> None:
-        """Does nothing."""
-
-    def release(self) -> None:
-        """Does nothing."""
-
-    def show(self, render: _Render) -> None:
-        """Prints nothing."""
 
     def keep(self, rows: Sequence[str]) -> None:
         """Prints the rows."""
         if rows:
             print(*rows, sep="\n", file=self._file, flush=True)
 
-    def add(self, row: str) -> None:
-        """Prints the row."""
-        self.keep([row])
 
-    def clear(self) -> None:
-        """Does nothing."""
-
-
-class CellOutput:
+class CellOutput(Screen):
     """One output of a notebook's cell, which is updated in place; it needs no widgets and works in forked processes."""
 
     is_live = True
@@ -155,7 +139,7 @@ class CellOutput:
             self._handle.update(content, raw=True)
 
 
-class BottomLines:
+class BottomLines(Screen):
     """The last lines of a terminal that other processes write to as well.
 
     Args:
@@ -202,10 +186,6 @@ class BottomLines:
         with self._lines.lock:
             self._write(f"{_ERASE if self._rows else ''}{row}\n")
             self._draw()
-
-    def clear(self) -> None:
-        """Removes the drawing."""
-        self.keep(())
 
     def _draw_anew(self, render: _Render) -> None:
         with self._lines.lock:

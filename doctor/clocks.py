@@ -199,13 +199,6 @@ class DeviceClock(HostClock):
         event.record() if self._stream is None else event.record(self._stream)
         return event
 
-    def enter(self, activity: str) -> str:
-        """Begins `activity`; see `PhaseClock`."""
-        outer = self.activity
-        if self.is_open:
-            self._change(activity)
-        return outer
-
     def _change(self, activity: str) -> None:
         phase = phase_of_activity(activity)
         if phase != self._phase:

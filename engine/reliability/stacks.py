@@ -296,8 +296,8 @@ def find(run_dir: str, running: Sequence[Entry]) -> list[Entry]:
     """
     path = run_dir if "://" in run_dir else os.path.abspath(run_dir)
     nearest: list[Entry] = []
-    for holds in (_logs_there, _has_root, _is_around):
-        nearest = nearest or [entry for entry in running if holds(entry, path)]
+    for fits in (lambda e: e.rank.logs == path, lambda e: e.rank.root == path, lambda e: _is_around(e, path)):
+        nearest = nearest or [entry for entry in running if fits(entry)]
     if not nearest:
         runs = sorted({entry.rank.logs or entry.rank.root for entry in running if entry.rank.rank == 0})
         hint = (
@@ -308,14 +308,6 @@ def find(run_dir: str, running: Sequence[Entry]) -> list[Entry]:
         raise ValueError(f"no run that is under way writes to {run_dir!r}{hint}.")
     job = max(nearest, key=lambda entry: entry.rank.created).rank.job
     return [entry for entry in running if entry.rank.job == job]
-
-
-def _logs_there(entry: Entry, path: str) -> bool:
-    return entry.rank.logs == path
-
-
-def _has_root(entry: Entry, path: str) -> bool:
-    return entry.rank.root == path
 
 
 def _is_around(entry: Entry, path: str) -> bool:

@@ -103,16 +103,10 @@ class UnitSteps(MeshStrategy):
         return None if self._is_in_step else hook(*arguments)
 
     def on_validation_start(self) -> None:
-        """Called before each validation, the sanity check included."""
+        """Called before each validation, the sanity check included, and before each test and prediction."""
         share_buffers(self.model)
 
-    def on_test_start(self) -> None:
-        """Called before each test."""
-        share_buffers(self.model)
-
-    def on_predict_start(self) -> None:
-        """Called before each prediction."""
-        share_buffers(self.model)
+    on_test_start = on_predict_start = on_validation_start
 
     def end_evaluation(self) -> None:
         """Frees gathered parameters, since no backward follows that would, so that hooks see the trained ones."""
