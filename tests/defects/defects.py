@@ -21,6 +21,7 @@ from tests.engine.strategies.fsdp.test_unit_order_integration import Skipping
 from tests.engine.strategies.fsdp.test_whole_numbers_integration import LARS
 from tests.zoo.model import Model, Zoo
 from tests.zoo.plain import MODELS, Auxiliary, Block, Classifier, GradientPenalty, rows
+from tests.zoo.unusual import OneNorm
 
 __all__ = ["DEFECTS", "Defect"]
 
@@ -60,22 +61,9 @@ class _ReadsNorms(_Blocks):
         return LARS(self.parameters())
 
 
-class _OneNorm(torch.optim.SGD):
-    """Divides by the norm of all gradients, as LAMB does before its step."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        loss = None if closure is None else torch.enable_grad()(closure)()
-        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-        total = torch.stack([gradient.norm() for gradient in gradients]).norm()
-        torch._foreach_div_(gradients, total)
-        super().step()
-        return loss
-
-
 class _StepsByOneNorm(_Blocks):
     def configure_optimizers(self) -> Any:
-        return _OneNorm(self.parameters(), lr=0.05)
+        return OneNorm(self.parameters(), lr=0.05)
 
 
 class _ClipsByHand(_Blocks):

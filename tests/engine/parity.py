@@ -26,6 +26,22 @@ MICRO_BATCH = 8
 
 TOLERANCE = 1e-5
 
+STRATEGIES = {
+    "single": 1,
+    "ddp": 2,
+    "zero1": 2,
+    "fsdp": 2,
+    "hsdp:replicate=2,shard=2": 4,
+    "tp": 2,
+    "fsdp+tp:tp=2": 4,
+    "hsdp+tp:replicate=2,tp=2": 4,
+    "pp:microbatches=4": 2,
+    "pp+ddp:pipeline_size=2,microbatches=2": 4,
+    "pp+fsdp:pipeline_size=2,microbatches=2": 4,
+    "ps": 2,
+}
+"""World size by flag."""
+
 
 def adamw(module: nn.Module) -> torch.optim.Optimizer:
     # Under Adam a parameter whose true gradient is zero (an attention key's bias) moves by rounding noise times the

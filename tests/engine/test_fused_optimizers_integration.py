@@ -6,26 +6,11 @@ from torch import nn
 
 from tests.pairs import nightly
 
-from .parity import TOLERANCE, differences, suffixed
+from .parity import STRATEGIES, TOLERANCE, differences, suffixed
 
 NUM_STEPS = 3
 """The second has moments, and the third those of two steps."""
 
-STRATEGIES = {
-    "single": 1,
-    "ddp": 2,
-    "zero1": 2,
-    "fsdp": 2,
-    "hsdp:replicate=2,shard=2": 4,
-    "tp": 2,
-    "fsdp+tp:tp=2": 4,
-    "hsdp+tp:replicate=2,tp=2": 4,
-    "pp:microbatches=4": 2,
-    "pp+ddp:pipeline_size=2,microbatches=2": 4,
-    "pp+fsdp:pipeline_size=2,microbatches=2": 4,
-    "ps": 2,
-}
-"""World size by flag."""
 COMPOSED = (
     "hsdp:replicate=2,shard=2",
     "fsdp+tp:tp=2",

@@ -4,28 +4,13 @@ from typing import Any
 
 import pytest
 
-from tests.engine.parity import FEW_STEPS, TOLERANCE, adamw, differences, sgd, suffixed
+from tests.engine.parity import FEW_STEPS, STRATEGIES, TOLERANCE, adamw, differences, sgd, suffixed
 from tests.pairs import alternating, nightly
 
 from . import in_a_child
 
 pytestmark = pytest.mark.timeout(180, func_only=True)  # to compile the device takes a minute
 
-STRATEGIES = {
-    "single": 1,
-    "ddp": 2,
-    "zero1": 2,
-    "fsdp": 2,
-    "hsdp:replicate=2,shard=2": 4,
-    "tp": 2,
-    "fsdp+tp:tp=2": 4,
-    "hsdp+tp:replicate=2,tp=2": 4,
-    "pp:microbatches=4": 2,
-    "pp+ddp:pipeline_size=2,microbatches=2": 4,
-    "pp+fsdp:pipeline_size=2,microbatches=2": 4,
-    "ps": 2,
-}
-"""World size by flag."""
 COMBINED = [
     "fsdp+tp:tp=2",
     "hsdp+tp:replicate=2,tp=2",
