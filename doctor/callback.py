@@ -427,14 +427,10 @@ class _Boards:
         charts["share of the peak FLOP/s, by rank (MFU)"] = ["doctor/mfu/rank_[0-9]+"]
         charts["samples a second, by rank"] = ["doctor/samples_per_s/rank_[0-9]+"]
         charts["memory of the ranks, MB"] = ["doctor/rss_mb/rank_[0-9]+", "doctor/device_mb/rank_[0-9]+"]
-        layout = {"Doctor": {name: ["Multiline", _patterns(tags)] for name, tags in charts.items()}}
+        # TensorBoard treats tags as regular expressions: without anchors, doctor/copy would match doctor/copy_of.
+        layout = {"Doctor": {name: ["Multiline", [f"^{tag}$" for tag in tags]] for name, tags in charts.items()}}
         for board in self._boards:
             board.experiment.add_custom_scalars(layout)
-
-
-def _patterns(tags: Sequence[str]) -> list[str]:
-    # TensorBoard treats tags as regular expressions: without anchors, doctor/copy would match doctor/copy_of.
-    return [f"^{tag}$" for tag in tags]
 
 
 def _markdown(run: Run) -> list[str]:

@@ -189,16 +189,13 @@ def _lightnings_own(
 ) -> _TrainerArgs:
     if comm_hook is not None:
         name = strategy if isinstance(strategy, str) else type(strategy).__name__
+        can = ", ".join(name for name, row in STRATEGIES.items() if row.compressions)
         raise ValueError(
-            f"compression {comm_hook.name!r} works with the strategies {', '.join(_compressing())}, not with"
+            f"compression {comm_hook.name!r} works with the strategies {can}, not with"
             f" Lightning's own {name}: choose one of them by name, or give the strategy its own comm hook."
         )
     options = getattr(strategy, "options", None)
     return _TrainerArgs(strategy=strategy, devices=devices, options=options, precision=precision, plugins=plugins)
-
-
-def _compressing() -> list[str]:
-    return [name for name, row in STRATEGIES.items() if row.compressions]
 
 
 def _strategy_flag(text: str, device_type: str, num_processes: int) -> Flag:

@@ -79,10 +79,6 @@ def list_entries(folder: str | os.PathLike[str], index: FolderIndex | None = Non
     return sorted(entries, key=_age, reverse=True)
 
 
-def _is_temporary(path: str) -> bool:
-    return os.path.basename(path).startswith(LEFTOVERS)
-
-
 def _entry_of_file(path: str) -> Entry | None:
     """Returns the entry of our file or of a damaged `.ckpt`; None for others, such as an intact Lightning file."""
     if is_leftover(path):
@@ -105,7 +101,8 @@ def _age(entry: Entry) -> tuple[float, ...]:
 
 
 def _entry(fs: AbstractFileSystem, fs_path: str, path: str) -> Entry:
-    if _is_temporary(path) and (not isinstance(fs, LocalFileSystem) or is_leftover(path)):
+    is_temporary = os.path.basename(path).startswith(LEFTOVERS)
+    if is_temporary and (not isinstance(fs, LocalFileSystem) or is_leftover(path)):
         try:
             read_manifest(path)
         except NewerFormatError as newer:

@@ -154,7 +154,7 @@ def report_failure(
         leaves: whether the other ranks continue without this one, when they see that its process has ended.
         finish: called before the group ends.
     """
-    _note_own_end()
+    _ends_by_itself.set()
     if isinstance(exception, (SIGTERMException, _TunerExitException)):  # no failure: all ranks agreed to stop here
         finish()
         if watchdog is not None:
@@ -434,11 +434,7 @@ _OWN_END_S = 60.0
 """The additional time if its own run has failed: to save, to call callbacks, to close loggers."""
 
 _ends_by_itself = threading.Event()
-
-
-def _note_own_end() -> None:
-    """Called when this process's own run has failed: the process ends by itself, with a more precise exit code."""
-    _ends_by_itself.set()
+"""Set when this process's own run has failed: the process ends by itself, with a more precise exit code."""
 
 
 def delay_the_kill(rank: int, can_lose: Callable[[int], bool]) -> None:

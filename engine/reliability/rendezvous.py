@@ -140,11 +140,6 @@ def _process_key(rank: int) -> str:
     return f"polyphase/process/{rank}"
 
 
-def _absent_ranks(job: JobStore, ranks: Iterable[int]) -> list[int]:
-    """Returns those of `ranks` that are not connected to the store yet."""
-    return [rank for rank in ranks if not job.has(_process_key(rank))]
-
-
 class RankRegistry:
     """The ranks of a run, as one rank sees them.
 
@@ -426,7 +421,7 @@ def wait_for_all(job: JobStore, timeout: timedelta) -> None:
     absent = list(range(job.num_ranks))
 
     def still_absent() -> list[int]:
-        absent[:] = _absent_ranks(job, absent)
+        absent[:] = [rank for rank in absent if not job.has(_process_key(rank))]
         return absent
 
     _await(still_absent, job.num_ranks, timeout)

@@ -327,7 +327,8 @@ def _problem(
         output = stage(*inputs)
         _run_backward(output, [*inputs, *stage.partitioned.own_parameters.get(stage.stage, ())])
         stage.partitioned.filled.clear()
-        return [_coarse(tensor) for tensor in tensors_in(output)], state.marks()
+        # Which differ if the values of a stage's output do, but not by rounding in many layers.
+        return [sums(tensor, rounding=1e-3) for tensor in tensors_in(output)], state.marks()
 
     undo()
     before = state.marks()
@@ -379,8 +380,3 @@ def _different(a: dict[Place, Any], b: dict[Place, Any]) -> set[Place]:
 def _random_of(shape: Tensor, device: torch.device) -> Tensor:
     values = zeros_of(shape, device)
     return values.detach().normal_().requires_grad_(shape.requires_grad) if shape.is_floating_point() else values
-
-
-def _coarse(tensor: Tensor) -> Any:
-    """Returns what differs if the values of a stage's output do, but not by rounding in many layers."""
-    return sums(tensor, rounding=1e-3)

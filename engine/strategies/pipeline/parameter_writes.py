@@ -83,12 +83,13 @@ def note_writes(module: nn.Module, written: list[str]) -> Iterator[None]:
 
 @contextmanager
 def _counted(parameters: Iterable[Tensor]) -> Iterator[None]:
-    for parameter in (each := list(parameters)):
+    counted = list(parameters)
+    for parameter in counted:
         begin_count(parameter)
     try:
         yield
     finally:
-        for parameter in each:
+        for parameter in counted:
             end_count(parameter)
 
 

@@ -532,11 +532,7 @@ def _user_entries(module: nn.Module, plan: Any) -> Iterator[Entry]:
             hint = did_you_mean(pattern, names)
             raise ValueError(f"{method} names {pattern!r}, but the module has no such part.{hint}")
         for name in matching:
-            yield _with_adapters(module, Entry(name, _style_text(style), {name: style}))
-
-
-def _style_text(style: ParallelStyle) -> str:
-    return f"{type(style).__name__}, as the module says"
+            yield _with_adapters(module, Entry(name, f"{type(style).__name__}, as the module says", {name: style}))
 
 
 def _matches(name: str, pattern: str) -> bool:
