@@ -64,6 +64,8 @@ class Blocks:
 class _InBlocks:
     """Has a planner of torch's plan each block of a strided shard by itself."""
 
+    state_dict: Any
+
     def set_up_planner(self, state_dict: Any, *args: Any, **kwargs: Any) -> None:
         """Sets the values to save, or the tensors to read into, by key."""
         super().set_up_planner(state_dict, *args, **kwargs)  # type: ignore[misc]
