@@ -132,6 +132,9 @@ def _products(recipe: str, emulate: bool) -> tuple[Callable[..., Tensor], Any, A
 @torch.compiler.allow_in_graph
 def float8_linear(input: Tensor, weight: Tensor, bias: Tensor | None, recipe: str, emulate: bool) -> Tensor:
     """Computes `nn.functional.linear` with float8 in place of the dtype of autocast, which the output has."""
+    if torch.is_inference_mode_enabled():  # there torch calls `reshape` as a whole, which torchao has not for rows
+        with torch.inference_mode(False), torch.no_grad():
+            return float8_linear(input, weight, bias, recipe, emulate)
     dtype = torch.get_autocast_dtype(input.device.type)
     multiply, products, config = _products(recipe, emulate)
     output = multiply(input.to(dtype), weight.to(dtype).t(), products, config)

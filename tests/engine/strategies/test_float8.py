@@ -109,6 +109,19 @@ def test_a_layer_is_this_close_to_bfloat16(name, of_output, of_gradients, num_ro
 
 
 @pytest.mark.parametrize("name", FLOAT8)
+def test_a_layer_is_the_same_where_no_gradient_can_be_kept(name):
+    layers = nn.Sequential(nn.Linear(DIM, 64), nn.Linear(64, DIM))
+    plugin = Float8Precision(name, "cpu")
+    plugin.convert_module(layers)
+    x = torch.randn(2, 7, DIM)
+    with plugin.forward_context():
+        expected = layers(x)
+        with torch.inference_mode():
+            assert torch.equal(layers(x), expected)
+            assert torch.equal(layers(x.clone()), expected)
+
+
+@pytest.mark.parametrize("name", FLOAT8)
 def test_a_run_learns_as_in_bfloat16(name):
     losses = {}
     for precision in (name, "bf16-mixed"):
@@ -199,6 +212,11 @@ def test_other_strategies_refuse_it(name):
         ValueError, match=r"can't do precision 'float8': those of blocks work with single, ddp, zero1, fsdp"
     ):
         engine(strategy=name, devices=4, precision="float8")
+
+
+def test_it_is_not_joined_with_blocks_in_bfloat16():
+    with pytest.raises(ValueError, match=r"'float8\+bf16-blocks' is invalid.* Allowed: .*bf16-blocks, .*float8, "):
+        engine(precision="float8+bf16-blocks")
 
 
 def test_a_module_without_such_layers_is_refused_before_it_runs():
