@@ -392,10 +392,14 @@ def check_cluster(folder: str) -> list[Check]:
     return [
         *(check._replace(name=f"{name}: {check.name}") for name, checks in gathered for check in checks),
         judge_meeting(num_ranks, len(set(hosts.values())), took_s),
-        judge_versions_alike({host: c.found for host, checks in gathered for c in checks if c.name == "versions"}),
+        judge_versions_alike(_versions_by_host(gathered)),
         judge_clocks({hosts[index]: offset for index, (offset, _) in enumerate(measured)}),
         judge_links(links, hosts, rate),
     ]
+
+
+def _versions_by_host(gathered: Sequence[tuple[str, list[Check]]]) -> dict[str, str]:
+    return {host: check.found for host, checks in gathered for check in checks if check.name == "versions"}
 
 
 def _offset_s() -> float:

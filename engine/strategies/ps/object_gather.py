@@ -14,6 +14,7 @@ import struct
 import sys
 import threading
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -144,6 +145,19 @@ class _Reader:
 
     def __init__(self, buffers: memoryview) -> None:
         self._buffers = buffers
+        self._by_tag: dict[str, Callable[[Any], Any]] = {
+            "tensor": self._tensor,
+            "array": self._array,
+            "bytes": lambda length: bytes(self._taken(length)),
+            "dict": lambda pairs: {self.value(key): self.value(value) for key, value in pairs},
+            "tuple": lambda items: tuple(map(self.value, items)),
+            "set": lambda items: set(map(self.value, items)),
+            "frozenset": lambda items: frozenset(map(self.value, items)),
+            "dtype": self._dtype,
+            "path": Path,
+            "error": self._error,
+            "record": self._record,
+        }
 
     def value(self, tree: Any) -> Any:
         if isinstance(tree, list):
@@ -151,9 +165,9 @@ class _Reader:
         if not isinstance(tree, dict):
             return tree
         ((tag, content),) = tree.items()
-        if tag not in _TAGS:
+        if tag not in self._by_tag:
             raise ValueError(f"unknown tag {tag!r}")
-        return getattr(self, f"_{tag}")(content)
+        return self._by_tag[tag](content)
 
     def _taken(self, length: int) -> memoryview:
         if not 0 <= length <= len(self._buffers):
@@ -172,29 +186,11 @@ class _Reader:
         array = np.frombuffer(bytes(self._taken(length)), dtype=np.dtype(str(dtype))).reshape(shape)
         return array.copy() if shape else array[()]
 
-    def _bytes(self, length: Any) -> bytes:
-        return bytes(self._taken(length))
-
-    def _dict(self, content: Any) -> dict[Any, Any]:
-        return {self.value(key): self.value(value) for key, value in content}
-
-    def _tuple(self, content: Any) -> tuple[Any, ...]:
-        return tuple(self.value(item) for item in content)
-
-    def _set(self, content: Any) -> set[Any]:
-        return set(self._tuple(content))
-
-    def _frozenset(self, content: Any) -> frozenset[Any]:
-        return frozenset(self._tuple(content))
-
     def _dtype(self, content: Any) -> torch.dtype:
         dtype = getattr(torch, str(content), None)
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"no dtype {content!r}")
         return dtype
-
-    def _path(self, content: Any) -> PurePath:
-        return Path(content)
 
     def _error(self, content: Any) -> BaseException:
         module, name, text = map(str, content)
@@ -212,9 +208,6 @@ class _Reader:
         if kind is None or not _is_record(kind) or kind.__module__ != module or names != _field_names(kind):
             raise ValueError(f"no record {module}.{name} of {names}")
         return kind(**dict(zip(names, (self.value(item) for item in values), strict=True)))
-
-
-_TAGS = ("tensor", "array", "bytes", "dict", "tuple", "set", "frozenset", "dtype", "path", "error", "record")
 
 
 class PendingGathers:
