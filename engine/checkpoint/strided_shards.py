@@ -61,19 +61,13 @@ class Blocks:
         ]
 
 
-class _InBlocks:
-    """Has a planner of torch's plan each block of a strided shard by itself."""
+class SavePlanner(DefaultSavePlanner):
+    """torch's planner of a save, which plans each block of a strided shard by itself."""
 
-    state_dict: Any
-
-    def set_up_planner(self, state_dict: Any, *args: Any, **kwargs: Any) -> None:
-        """Sets the values to save, or the tensors to read into, by key."""
-        super().set_up_planner(state_dict, *args, **kwargs)  # type: ignore[misc]
-        self.state_dict = {key: Blocks(v) if _is_strided(v) else v for key, v in self.state_dict.items()}
-
-
-class SavePlanner(_InBlocks, DefaultSavePlanner):
-    """torch's planner of a save."""
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+        """Sets the values to save, by key."""
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+        self.state_dict = _in_blocks(self.state_dict)
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         """Returns the value to be written."""
@@ -81,8 +75,13 @@ class SavePlanner(_InBlocks, DefaultSavePlanner):
         return value.at(index.offset) if isinstance(value, Blocks) else super().lookup_object(index)
 
 
-class _LoadPlanner(_InBlocks, DefaultLoadPlanner):
-    """torch's planner of a load."""
+class _LoadPlanner(DefaultLoadPlanner):
+    """torch's planner of a load, which plans each block of a strided shard by itself."""
+
+    def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:
+        """Sets the tensors to read into, by key."""
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+        self.state_dict = _in_blocks(self.state_dict)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         """Returns the tensor to read into."""
@@ -101,6 +100,10 @@ def reading_plan(tensors: dict[str, Tensor], metadata: Metadata) -> tuple[Defaul
     planner.set_up_planner(tensors, metadata, is_coordinator=True)
     (plan,) = planner.create_global_plan([planner.create_local_plan()])
     return planner, planner.finish_plan(plan)
+
+
+def _in_blocks(tensors: dict[str, Any]) -> dict[str, Any]:
+    return {key: Blocks(value) if _is_strided(value) else value for key, value in tensors.items()}
 
 
 def _is_strided(tensor: Any) -> bool:
