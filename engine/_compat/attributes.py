@@ -131,6 +131,12 @@ ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
         "_unsafe_view",
     ),
     "torch.cuda.memory": ("_dump_snapshot", "_record_memory_history"),
+    "torch.distributed.tensor.experimental._context_parallel._attention": (
+        "_RotateMethod",
+        "_cp_options",
+        "_templated_ring_attention",
+        "_templated_ring_attention_backward",
+    ),
     "torch.nn.attention.flex_attention": ("_validate_embed_dim",),
     "torch.utils.checkpoint": ("_checkpoint_without_reentrant_generator",),
     "torch.utils.tensorboard:SummaryWriter": ("_get_file_writer",),

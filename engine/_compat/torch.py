@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
     from torch.distributed.tensor._op_schema import OpSchema, OpSpec, OpStrategy, TupleStrategy
     from torch.distributed.tensor._random import manual_seed
+    from torch.distributed.tensor.experimental._context_parallel import _attention
     from torch.distributed.tensor.placement_types import _StridedShard
     from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
     from torch.nn.modules.conv import _ConvNd
@@ -52,6 +53,7 @@ __all__ = [
     "_NormBase",
     "_SingleProcessDataLoaderIter",
     "_StridedShard",
+    "_attention",
     "_composable_state",
     "_distributed_c10d",
     "_engine_run_backward",
@@ -91,6 +93,7 @@ HOMES = {
     "_NormBase": "torch.nn.modules.batchnorm",
     "_SingleProcessDataLoaderIter": "torch.utils.data.dataloader",
     "_StridedShard": "torch.distributed.tensor.placement_types",
+    "_attention": "torch.distributed.tensor.experimental._context_parallel",
     "_composable_state": "torch.distributed",
     "_distributed_c10d": "torch._C",
     "_engine_run_backward": "torch.autograd.graph",

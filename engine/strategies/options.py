@@ -255,10 +255,13 @@ class HSDPTPOptions(_SplitOptions, HSDPOptions):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _SequenceOptions:
-    """The option that the flags `cp`, `ddp+cp`, `fsdp+cp` and `hsdp+cp` share."""
+    """The options that the flags `cp`, `ddp+cp`, `fsdp+cp` and `hsdp+cp` share."""
 
     cp: int | None = None
     """Number of ranks that share each sequence; default: all under `cp`, else those of a node, or 2 on one node."""
+    attention: Literal["ulysses", "ring"] = "ulysses"
+    """How attention sees the whole of a sequence. `ulysses`: ranks exchange parts of the time for heads, or samples;
+    `ring`: keys and values go round the ranks, however few heads there are; without masks."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ the ranks with other samples; the axis `cp` of the mesh is innermost, where link
 
 Communication per micro-batch over the ranks of `cp`, with activations of A bytes:
 1. attention, forward: an all-to-all each of queries, keys and values, from parts of the time to some of the heads, and
-   one of the result, back: each A / ranks. Backward: the same in the other direction;
+   one of the result, back: each A / ranks. Backward: the same in the other direction. `attention=ring`: see `ring.py`;
 2. the gradient of the first block's input: an all-gather of A;
 3. per optimizer step: an all-reduce of the gradient of each parameter.
 Then the collectives of `fsdp` or `hsdp`.
@@ -40,7 +40,7 @@ from ..units import named_blocks
 from .strategy import TensorParallel
 from .styles import is_raised_by_dtensor, replicate, to_plain, to_replica, wrap_forward
 
-__all__ = ["ContextParallel", "SequenceFunctions", "cut"]
+__all__ = ["ContextParallel", "Moved", "SequenceFunctions", "as_dtensor", "cut"]
 
 
 class ContextParallel(TensorParallel):
@@ -58,6 +58,15 @@ class ContextParallel(TensorParallel):
     _names = MappingProxyType(
         {CPOptions: "cp", DDPCPOptions: "ddp+cp", FSDPCPOptions: "fsdp+cp", HSDPCPOptions: "hsdp+cp"}
     )
+
+    def __init__(self, options: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(options, *args, **kwargs)
+        self._attend: Callable[..., Any] = _attention
+        if options.attention == "ring":
+            # Imported here, since it takes long; not later, when the process has a group.
+            from .ring import ring_attention
+
+            self._attend = ring_attention
 
     @property
     def _refusal(self) -> str:
@@ -80,12 +89,12 @@ class ContextParallel(TensorParallel):
                 " returns them, or choose another strategy, such as 'fsdp'."
             )
         names = [name for name, submodule in module.named_modules() if submodule in blocks]
-        self._entry = _SplitSequence()
+        self._entry = _SplitSequence(self._attend)
         return _Plan(self.layout.cp, dict.fromkeys(names, self._entry))
 
     def _run_or_replicate(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Runs `step`. After the first of training, says so if there was no sequence to split."""
-        with SequenceFunctions():
+        with SequenceFunctions(self._attend):
             result = step(*args, **kwargs)
         if step.__name__ == "training_step" and step.__name__ not in self._has_run:
             self._has_run.add(step.__name__)
@@ -108,7 +117,7 @@ class ContextParallel(TensorParallel):
 
     def setup(self, trainer: Trainer) -> None:
         """Splits the sequences from here on; see `TensorParallel`."""
-        self._while_running.enter_context(_recomputed_alike())
+        self._while_running.enter_context(_recomputed_alike(self._attend))
         self._while_running.enter_context(_refusing_flex_attention())
         super().setup(trainer)
 
@@ -132,6 +141,10 @@ class _SplitSequence(ParallelStyle):
 
     has_split = False
 
+    def __init__(self, attend: Callable[..., Any]) -> None:
+        super().__init__()
+        self._attend = attend
+
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         replicate(module, device_mesh)
         self._mesh = device_mesh
@@ -145,7 +158,7 @@ class _SplitSequence(ParallelStyle):
             self.has_split = True
             named[place] = cut(named[place], self._mesh)
         # Entered here, too: where a block is computed again, in backward, no mode is active.
-        with SequenceFunctions():
+        with SequenceFunctions(self._attend):
             return forward(*(named[i] for i in range(len(args))), **{name: named[name] for name in kwargs})
 
 
@@ -180,17 +193,17 @@ _BY_CLASS = (functional.cross_entropy, functional.nll_loss)
 
 def cut(tensor: Tensor, mesh: Any) -> Any:
     """Returns a tensor [batch, time, ...] split along time; of one that each rank has whole, nothing is sent."""
-    return _as_dtensor(tensor, mesh).redistribute(placements=[Shard(1)])
+    return as_dtensor(tensor, mesh).redistribute(placements=[Shard(1)])
 
 
 @contextlib.contextmanager
-def _recomputed_alike() -> Iterator[None]:
+def _recomputed_alike(attend: Callable[..., Any]) -> Iterator[None]:
     """Context in which what `torch.utils.checkpoint` computes again in backward, where no mode is active, sees one."""
     make = checkpoint._checkpoint_without_reentrant_generator  # torch: `checkpoint` looks it up at each call
 
     def make_alike(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         def run(*inputs: Any, **named: Any) -> Any:
-            with SequenceFunctions():
+            with SequenceFunctions(attend):
                 return function(*inputs, **named)
 
         return make(run, *args, **kwargs)
@@ -224,7 +237,15 @@ def _refusing_flex_attention() -> Iterator[None]:
 
 
 class SequenceFunctions(TorchFunctionMode):
-    """Context in which functions of torch on split sequences have the results of whole ones."""
+    """Context in which functions of torch on split sequences have the results of whole ones.
+
+    Args:
+        attend: computes `scaled_dot_product_attention`, of the same arguments; None: heads are exchanged for time.
+    """
+
+    def __init__(self, attend: Callable[..., Any] | None = None) -> None:
+        super().__init__()
+        self._attend = attend or _attention
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Called in place of each function of torch's API."""
@@ -232,7 +253,7 @@ class SequenceFunctions(TorchFunctionMode):
         if not any(isinstance(leaf, DTensor) for leaf in tree_leaves((args, kwargs))):
             return function(*args, **kwargs)
         if function is functional.scaled_dot_product_attention and _is_split_by_time(args, kwargs):
-            return _attention(*args, **kwargs)
+            return self._attend(*args, **kwargs)
         if function is functional.dropout:
             return _dropout(*args, **kwargs)
         if function in _ON_WHOLE:
@@ -325,15 +346,15 @@ def _attention(
         over = Shard(1)
     elif all(tensor.shape[0] % num_ranks == 0 for tensor in tensors):
         over = Shard(0)
-    tensors = [_Moved.apply(_as_dtensor(tensor, mesh), over) for tensor in tensors]
+    tensors = [Moved.apply(as_dtensor(tensor, mesh), over) for tensor in tensors]
     query, key, value = tensors
     result = functional.scaled_dot_product_attention(
         query, key, value, attn_mask=attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
     )
-    return _Moved.apply(result, Shard(query.ndim - 2))
+    return Moved.apply(result, Shard(query.ndim - 2))
 
 
-class _Moved(torch.autograd.Function):
+class Moved(torch.autograd.Function):
     """A DTensor redistributed, with parts that are contiguous, as it says.
 
     Kernels of attention lay results and gradients out as [batch, time, heads, dim]. torch's `redistribute` makes others
@@ -342,12 +363,14 @@ class _Moved(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: DTensor, placement: Any) -> DTensor:
+        """Called by `apply`."""
         ctx.placement = tensor.placements[0]
         return _moved(tensor, placement)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: DTensor) -> tuple[DTensor, None]:
+        """Called by torch."""
         return _moved(gradient, Replicate() if ctx.placement.is_partial() else ctx.placement), None
 
 
@@ -363,7 +386,8 @@ def _contiguous(tensor: DTensor) -> DTensor:
     )
 
 
-def _as_dtensor(tensor: Tensor, mesh: Any) -> Any:
+def as_dtensor(tensor: Tensor, mesh: Any) -> Any:
+    """Returns a DTensor as it is, and a plain tensor as a replica of all ranks."""
     return tensor if isinstance(tensor, DTensor) else to_replica(tensor, mesh)
 
 

@@ -1,5 +1,6 @@
 """Sequences split over ranks: what code computes of a length, a mask, a loss or a position is that of one process."""
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from polyphase.engine import Engine
 from polyphase.engine.data.packing import PackSequences
 from polyphase.engine.strategies.tensor.context import SequenceFunctions
 from polyphase.engine.strategies.tensor.operator_rules import install_operator_rules, restore_operator_rules
+from polyphase.engine.strategies.tensor.ring import ring_attention
 from polyphase.engine.strategies.whole_steps import plain_as_replicas
 from polyphase.models import ByteGPT
 from tests.distributed import run_ranks
@@ -188,7 +190,8 @@ class Block(nn.Module):
             with torch.no_grad():  # torch: on the CPU it has no backward
                 flex_attention(q, k, v, block_mask=create_block_mask(_is_past, None, None, time, time, "cpu"))
         dropout = 0.1 if self.kind == "attention dropout" and self.training else 0.0
-        y = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, enable_gqa=True)
+        options = {"causal": {"is_causal": True}, "of all": {}}.get(self.kind, {"attn_mask": mask})
+        y = functional.scaled_dot_product_attention(q, k, v, dropout_p=dropout, enable_gqa=True, **options)
         if self.kind == "a write into a slice":
             y[:, :, :1].mul_(0)
         return x + self.out(y.transpose(1, 2).reshape(batch, time, -1)) - self.mean
@@ -263,6 +266,58 @@ def test_equals_a_plain_loop(arguments, time):
     assert max((p - expected[name]).abs().max().item() for name, p in module.named_parameters()) <= 1e-6
     torch.testing.assert_close(dict(module.named_buffers()), dict(reference.named_buffers()))
     torch.testing.assert_close(engine.callback_metrics["error"], reference.error.compute())
+
+
+@pytest.mark.parametrize(
+    ("options", "devices", "arguments"),
+    [
+        ("", 2, {"kind": "causal"}),
+        ("", 2, {"kind": "of all"}),
+        (",activation_checkpointing=true", 3, {"kind": "causal", "num_heads": 2, "num_key_heads": 1}),
+        *nightly(("", 4, {"kind": "causal", "num_heads": 3, "num_key_heads": 1})),
+    ],
+    ids=str,
+)
+def test_rings_equal_a_plain_loop(options, devices, arguments):
+    module, reference = Reader(**arguments), Reader(**arguments)
+    fit(module, 24, f"cp_fork:attention=ring{options}", devices)
+    expected = dict(by_hand(reference, 24))
+    assert max((p - expected[name]).abs().max().item() for name, p in module.named_parameters()) <= 1e-6
+
+
+@pytest.mark.parametrize(
+    ("kind", "time", "message"),
+    [
+        ("", 8, "attention=ring can't be used here: the attention has a mask"),
+        ("causal", 6, "2 ranks need 4 equal parts of a sequence, but its length is 6"),
+    ],
+)
+def test_what_a_ring_can_not_do_is_an_error_that_says_so(kind, time, message):
+    with pytest.raises(Exception, match=message):
+        fit(Reader(kind=kind), time, "cp_fork:attention=ring")
+
+
+def _refused(rank: int, folder: Path) -> None:
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
+    whole: Any = distribute_tensor(torch.zeros(1, 2, 8, 4), mesh, [Shard(2)])
+    said = []
+    for tensors, options in (
+        ((whole, whole, whole), {"dropout_p": 0.1}),
+        ((whole[0], whole[0], whole[0]), {}),
+        ((whole[:, :, :4], whole, whole), {"is_causal": True}),
+        ((whole.to("meta"), whole, whole), {}),
+    ):
+        with pytest.raises(ValueError, match="attention=ring can't be used here") as error:
+            ring_attention(*tensors, **options)  # type: ignore[arg-type]
+        said.append(str(error.value))
+    (folder / "said").write_text("\n".join(said))
+
+
+def test_a_ring_names_what_it_refuses(tmp_path):
+    run_ranks(_refused, 1, tmp_path, start_method="fork", timeout_s=100)
+    reasons = ("has dropout", r"must be \[batch", "causal attention of 4 queries to 8 keys", "does not run on meta")
+    for reason, line in zip(reasons, (tmp_path / "said").read_text().splitlines(), strict=True):
+        assert re.search(reason, line)
 
 
 @pytest.mark.parametrize(
@@ -357,14 +412,16 @@ class Kept(Callback):
         return local.untyped_storage().data_ptr()
 
 
-@pytest.mark.parametrize("cp", [2, 4])
-def test_a_rank_keeps_its_part_of_the_activations(cp, tmp_path):
+@pytest.mark.parametrize(
+    ("cp", "options", "num_heads"), [(2, "", 4), (4, "", 4), (4, ":attention=ring", 2)], ids=["2", "4", "4, ring"]
+)
+def test_a_rank_keeps_its_part_of_the_activations(cp, options, num_heads, tmp_path):
     kept = {}
     for devices in (1, cp):
-        module = ByteGPT(context_length=64, dim=32, num_heads=4, num_layers=4)
+        module = ByteGPT(context_length=64, dim=32, num_heads=num_heads, num_layers=4)
         callbacks = [Kept(tmp_path / str(devices))]
         engine = Engine(
-            strategy="cp_fork" if devices > 1 else "single",
+            strategy=f"cp_fork{options}" if devices > 1 else "single",
             devices=devices,
             accelerator="cpu",
             max_steps=1,
