@@ -24,7 +24,6 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -38,9 +37,9 @@ from ...flags import Axis
 from ..options import CPOptions, DDPCPOptions, FSDPCPOptions, HSDPCPOptions
 from ..units import named_blocks
 from .strategy import TensorParallel
-from .styles import is_raised_by_dtensor, replicate, to_plain, to_replica, wrap_forward
+from .styles import Moved, as_dtensor, is_raised_by_dtensor, replicate, to_plain, to_replica, wrap_forward
 
-__all__ = ["ContextParallel", "Moved", "SequenceFunctions", "as_dtensor", "cut"]
+__all__ = ["ContextParallel", "SequenceFunctions", "cut"]
 
 
 class ContextParallel(TensorParallel):
@@ -352,43 +351,6 @@ def _attention(
         query, key, value, attn_mask=attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
     )
     return Moved.apply(result, Shard(query.ndim - 2))
-
-
-class Moved(torch.autograd.Function):
-    """A DTensor redistributed, with parts that are contiguous, as it says.
-
-    Kernels of attention lay results and gradients out as [batch, time, heads, dim]. torch's `redistribute` makes others
-    of them, but keeps the strides that the tensor has as a whole, and a later view of the parts fails.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, tensor: DTensor, placement: Any) -> DTensor:
-        """Called by `apply`."""
-        ctx.placement = tensor.placements[0]
-        return _moved(tensor, placement)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: DTensor) -> tuple[DTensor, None]:
-        """Called by torch."""
-        return _moved(gradient, Replicate() if ctx.placement.is_partial() else ctx.placement), None
-
-
-def _moved(tensor: DTensor, placement: Any) -> DTensor:
-    return _contiguous(_contiguous(tensor).redistribute(placements=[placement]))
-
-
-def _contiguous(tensor: DTensor) -> DTensor:
-    stride = torch.empty(tensor.shape, device="meta").stride()
-    local = tensor.to_local().contiguous()
-    return DTensor.from_local(
-        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=stride
-    )
-
-
-def as_dtensor(tensor: Tensor, mesh: Any) -> Any:
-    """Returns a DTensor as it is, and a plain tensor as a replica of all ranks."""
-    return tensor if isinstance(tensor, DTensor) else to_replica(tensor, mesh)
 
 
 def _dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:

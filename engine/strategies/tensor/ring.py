@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 # torch: the templates, their options, which are the process's, and how keys and values are sent.
 from ..._compat.torch import _attention as torchs
-from .context import Moved, as_dtensor
+from .styles import Moved, as_dtensor
 
 __all__ = ["ring_attention"]
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
@@ -35,9 +36,11 @@ __all__ = [
     "Experts",
     "FusedColwise",
     "MisfitError",
+    "Moved",
     "ParallelRegion",
     "PlainRowwise",
     "VocabParallel",
+    "as_dtensor",
     "cause_of",
     "find_experts",
     "is_raised_by_dtensor",
@@ -290,6 +293,43 @@ def to_replica(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
     if isinstance(tensor, DTensor):
         return tensor.redistribute(placements=[Replicate()])
     return DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
+
+
+class Moved(torch.autograd.Function):
+    """A DTensor redistributed, with parts that are contiguous, as it says.
+
+    Kernels of attention lay results and gradients out as [batch, time, heads, dim]. torch's `redistribute` makes others
+    of them, but keeps the strides that the tensor has as a whole, and a later view of the parts fails.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: DTensor, placement: Any) -> DTensor:
+        """Called by `apply`."""
+        ctx.placement = tensor.placements[0]
+        return _moved(tensor, placement)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: DTensor) -> tuple[DTensor, None]:
+        """Called by torch."""
+        return _moved(gradient, Replicate() if ctx.placement.is_partial() else ctx.placement), None
+
+
+def _moved(tensor: DTensor, placement: Any) -> DTensor:
+    return _contiguous(_contiguous(tensor).redistribute(placements=[placement]))
+
+
+def _contiguous(tensor: DTensor) -> DTensor:
+    stride = torch.empty(tensor.shape, device="meta").stride()
+    local = tensor.to_local().contiguous()
+    return DTensor.from_local(
+        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=stride
+    )
+
+
+def as_dtensor(tensor: Tensor, mesh: Any) -> Any:
+    """Returns a DTensor as it is, and a plain tensor as a replica of all ranks."""
+    return tensor if isinstance(tensor, DTensor) else to_replica(tensor, mesh)
 
 
 class FusedColwise(ParallelStyle):
