@@ -37,9 +37,9 @@ _OPERATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     ),
     "cuda": (_aten._scaled_dot_product_flash_attention, _aten._scaled_dot_product_flash_attention_backward),
 }
-"""By device: attention that returns the logarithm of its sums, too, and the backward."""
+"""Attention that returns the logarithm of its sums, too, and its backward, by device."""
 _FOR_BACKWARD = ("cum_seq_q", "cum_seq_k", "max_q", "max_k", "philox_seed", "philox_offset")
-"""What else the operator of GPUs returns, and its backward takes."""
+"""The other results of the operator of GPUs, which its backward takes."""
 
 
 def ring_attention(
