@@ -159,6 +159,11 @@ class Memory:
                 changed[name] = copy.deepcopy(new)
         return changed
 
+    def add(self, changes: dict[str, dict[str, Any]]) -> None:
+        """Takes what `changes` has returned, as if it had been left here."""
+        for name, data in changes.items():
+            self._data.setdefault(name, {}).update(data)
+
     def keep(self, module: nn.Module) -> None:
         """Takes the data that is in the attributes of `module`."""
         self._data = {

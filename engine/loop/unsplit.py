@@ -317,6 +317,11 @@ class Replay:
         """
         module: Any = self.module
         first = None
+        # What hooks have changed since the last batch, as those between two passes or before the optimizer's step. A
+        # run tells only of what hooks after that step change.
+        changed = self._memories[0].changes(module)
+        for memory in self._memories:
+            memory.add(changed)
         # A forward may write parameters, too, such as those of an averaged teacher.
         kept = () if self.joins_batches else itertools.chain(module.buffers(), module.parameters())
         before = [(tensor, tensor.detach().clone()) for tensor in kept]
@@ -362,13 +367,13 @@ class Replay:
             self._memories[rank].keep(module)
         if random is not None:
             set_random_state(random)
+        self._memories[0].recall(module)  # the hooks from here on are those of rank 0
         if waits:
             zero()
         if losses:
             whole_loss = torch.stack(losses).sum()
             module.on_before_backward(whole_loss)
             module.backward(whole_loss * self._scale)
-        self._memories[0].recall(module)  # the hooks after the batch are those of rank 0
         return first
 
     def _step_by_hand(self, step: Sequence[Step]) -> None:

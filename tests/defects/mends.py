@@ -39,10 +39,13 @@ class _ClipsInItsStep(Blocks):
 
 
 class _FreezesBeforeBackward(Blocks):
-    """In turns of two steps a block is frozen, when its forward is over: AdamW leaves it where it is."""
+    """In the second step a block is frozen when its forward is over: AdamW leaves it where it is."""
+
+    num_steps = 0
 
     def on_before_zero_grad(self, optimizer: Any) -> None:
-        self.blocks[1].requires_grad_(self.trainer.global_step != 1)
+        self.blocks[1].requires_grad_(self.num_steps != 1)
+        self.num_steps += 1
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=0.05)

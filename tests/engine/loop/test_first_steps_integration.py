@@ -173,6 +173,23 @@ class Opens(unusual.Blocks):
             self.head.weight.mul_(0.9)
 
 
+class CountsWithin(unusual.Blocks):
+    """Hooks between the passes of a step, and before its update, count, and do more of what they do each time."""
+
+    block, num_zeroed, num_passes = Gated, 0, 1
+
+    def on_before_zero_grad(self, optimizer):
+        self.blocks[1].requires_grad_(self.num_zeroed != 1)
+        self.num_zeroed += 1
+
+    def on_after_backward(self):
+        self.head.weight.grad.mul_(self.num_passes)
+        self.num_passes += 1
+
+    def on_before_optimizer_step(self, optimizer):
+        self.blocks[0].gate += 0.25
+
+
 class StaysShut(unusual.Blocks):
     block = Gated
 
@@ -183,8 +200,8 @@ class Opener(Callback):
             block.gate += 0.25
 
 
-@pytest.mark.parametrize(("make", "callbacks"), [(Opens, []), (StaysShut, [Opener()])])
-def test_what_hooks_change_between_steps_is_no_difference(make, callbacks):
+@pytest.mark.parametrize(("make", "callbacks"), [(Opens, []), (CountsWithin, []), (StaysShut, [Opener()])])
+def test_what_hooks_change_is_no_difference(make, callbacks):
     fit(NORMS._replace(make=make), "fsdp_fork", True, callbacks)
 
 
