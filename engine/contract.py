@@ -153,6 +153,10 @@ class EngineStrategy:
     averages_gradients = True
     """Whether the gradients of the current step are averaged over all ranks; if not, each rank uses its own."""
 
+    needs_same_training = False
+    """Whether ranks that train other parameters than the others mix up gradients, or leave shards of a weight behind,
+    and the strategy itself does not see it."""
+
     def frozen_since_forward(self) -> list[Tensor]:
         """Parameters that a hook has frozen since forward, and that have to be without a gradient after backward."""
         return []

@@ -43,6 +43,7 @@ from .optimization import AutomaticOptimization, ManualOptimization
 from .out_of_memory import OutOfMemory, RetryStep
 from .own_state import OwnState
 from .rank_loss import RankLoss
+from .same_training import SameTraining
 
 __all__ = ["TrainingEpochLoop"]
 
@@ -355,6 +356,8 @@ class _Epoch:
         self._heartbeat = trainer.heartbeat
         self._connector = trainer._logger_connector
         self._steering = trainer.steering if trainer.world_size > 1 else None
+        alone = not trainer.strategy.needs_same_training or trainer.world_size == 1 or loop.rank_loss is not None
+        self._same_training = None if alone else SameTraining(trainer, trainer.strategy.options.timeout_s)
         self._hooks = Hooks(trainer)
         self._transfer = Transfer(trainer)
         hook = overridden(trainer.strategy, Strategy, "on_train_batch_start")
@@ -548,6 +551,8 @@ class _Epoch:
             return _CANCELLED
         progress.total.started += 1
         progress.current.started += 1
+        if self._same_training is not None:
+            self._same_training.check()
         if kwargs is None:
             kwargs = {"batch": batch}
             if (step := hooks.module.training_step) != self._training_step:  # a callback may replace it at any time

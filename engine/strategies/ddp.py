@@ -178,6 +178,11 @@ class DDP(DistributedStrategy, CommHookMixin, DDPStrategy):
                     self._set_trained(trained)
         super().pre_backward(closure_loss)
 
+    @property
+    def needs_same_training(self) -> bool:  # type: ignore[override]
+        """See `EngineStrategy`."""
+        return not self.capabilities.steps_alone
+
     def frozen_since_forward(self) -> list[Tensor]:
         """See `EngineStrategy`: `DistributedDataParallel` gives them gradients of zeros, and torch gives none."""
         is_trained = list(map(_REQUIRES_GRAD, self._parameters))

@@ -274,6 +274,11 @@ class FSDP(UnitSteps):
         """The last collective of this rank, for its report: see `UnitOrder.place`."""
         return None if self._order is None else self._order.place
 
+    @property
+    def needs_same_training(self) -> bool:  # type: ignore[override]
+        """See `EngineStrategy`; of units, `UnitOrder` compares them."""
+        return not self._shards
+
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """See `Strategy`."""
         if self._by_hand is not None:

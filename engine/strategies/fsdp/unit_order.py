@@ -14,8 +14,6 @@ From then on, the agreed call is the expected one at this place. So a change tha
 (layers that are unfrozen, a step that calls the module twice) costs one such exchange.
 """
 
-import itertools
-import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -27,24 +25,18 @@ from torch.distributed.fsdp import FSDPModule
 
 # The type that `FSDPModule.set_custom_all_gather` takes; torch does not export it.
 from ..._compat.torch import AllGather
-from ...distributed.job_store import FIRST_FAILURE, Fields, JobStore
-from ...distributed.waits import waiting
-from ...reliability.rendezvous import current_job
+from ...distributed.job_store import Fields
+from ...reliability.same_call import SameCall
 from .shard_checks import check_own_parameters
 
 __all__ = ["READ", "WRITE", "UnitOrder", "watch_units"]
 
-_WORD: Fields = {"rank": int, "kind": str, "unit": int, "trained": int}
+_FIELDS: Fields = {"kind": str, "unit": int, "trained": int}
 _MOST_CALLS = 100_000
 """The largest number of different calls that are remembered; beyond it, all are forgotten."""
-_POLL_S = (0.0002, 0.05)
-"""The seconds between two reads of the other ranks' answers: at first, and later."""
-_BEAT_S = 1.0
 _NUM_CHECKS = 8
 """The gathers of a unit before which its parameters are checked, those of two to four steps: a step replaces parameters
 each time, or never."""
-
-_runs = itertools.count()
 
 
 class Call(NamedTuple):
@@ -92,11 +84,8 @@ class UnitOrder:
         timeout_s: float,
         check: Callable[[], None] | None = None,
     ) -> None:
-        self._flag, self._units, self._reports, self._timeout_s = flag, units, reports, timeout_s
-        self._check_others = check
-        self._run = next(_runs)  # the same on all ranks, since they all run the same code
-        self._job: JobStore | None = None
-        self._num_questions = 0
+        self._flag, self._units, self._reports = flag, units, reports
+        self._same = SameCall("units", _FIELDS, "the agreement on the next unit", timeout_s, check)
         self._forget()
         self._number = self._num_agreed = 0
         self._begun: tuple[_Place, int] = (self._place, 0)
@@ -148,8 +137,7 @@ class UnitOrder:
         if torch.compiler.is_compiling():  # traced, not made: by one rank, while the others wait for its graph
             return
         if call != self._place.expected and self._number >= self._num_agreed:
-            with waiting("the agreement on the next unit"):
-                self._ask(call)
+            self._ask(call)
             self._place.expected = call
         following = self._place.after.get(call)
         if following is None:
@@ -162,49 +150,16 @@ class UnitOrder:
 
     def _ask(self, call: Call) -> None:
         """Waits until all ranks are about to make this call."""
-        job = self._connected()
-        key = f"polyphase/units/{self._run}/{self._num_questions}"
-        first = job.record_first(key, {"rank": job.rank, **call._asdict()}, _WORD)
-        if (others := Call(first["kind"], first["unit"], first["trained"])) != call:
-            raise RuntimeError(self._differs(call, job.rank, others, first["rank"]))
-        job.count(f"{key}/ranks", 1)
-        self._wait(call, job, f"{key}/ranks", looks=first["rank"] == job.rank)
-        if job.rank == 0 and self._num_questions > 0:  # all ranks have read the answer to the previous question
-            for old in ("", "/ranks"):
-                job.line.ask("delete_key", f"polyphase/units/{self._run}/{self._num_questions - 1}{old}")
-        self._num_questions += 1
+        expected = self._place.expected
 
-    def _wait(self, call: Call, job: JobStore, ranks: str, *, looks: bool) -> None:
-        """Waits for the other ranks; the one that `looks` reads how far they are, for all that wait."""
-        pause_s, began = _POLL_S[0], time.monotonic()
-        looks_at = began + _BEAT_S
-        while job.count(ranks) < job.num_ranks:
-            time.sleep(pause_s)
-            if self._check_others is not None:
-                self._check_others()
-            pause_s = min(2 * pause_s, _POLL_S[1])
-            if pause_s == _POLL_S[1] and (failure := self._failure(job)) is not None:
-                raise RuntimeError(f"stopped, because rank {failure['rank']} failed: {failure['message']}")
-            now = time.monotonic()
-            if now < looks_at:
-                continue
-            looks_at = now + _BEAT_S
-            numbers = self._numbers() if looks else {}
-            ahead = [rank for rank, number in numbers.items() if number > self._number and rank != job.rank]
-            expected = self._place.expected
-            if ahead and expected is not None and job.count(ranks) < job.num_ranks:
-                raise RuntimeError(self._differs(call, job.rank, expected, min(ahead)))
-            if now - began > self._timeout_s:
-                raise RuntimeError(
-                    f"{self._differs(call, job.rank, expected, None)} The others have not come within"
-                    f" {self._timeout_s:.0f} s."
-                )
+        def differs(rank: int, other: dict[str, Any] | None, other_rank: int | None) -> str:
+            return self._differs(call, rank, expected if other is None else Call(**other), other_rank)
 
-    def _failure(self, job: JobStore) -> dict[str, Any] | None:
-        """Returns the failure of another rank, for which this one stops."""
-        failure = job.first_failure() if job.has(FIRST_FAILURE) else None
-        # After a hang the watchdog looks where this rank waits, and ends it there.
-        return None if failure is None or failure["kind"] == "hang" else failure
+        self._same.ask(call._asdict(), differs, lambda: [] if expected is None else self._ahead())
+
+    def _ahead(self) -> list[int]:
+        """Returns the ranks that have made more calls, as far as is known."""
+        return [rank for rank, number in self._numbers().items() if number > self._number]
 
     def _numbers(self) -> dict[int, int]:
         """Returns the number of calls that each rank has made, as far as is known."""
@@ -214,13 +169,6 @@ class UnitOrder:
             for rank, unit_position in places.items()
             if isinstance(unit_position, dict) and isinstance(unit_position.get("number"), int)
         }
-
-    def _connected(self) -> JobStore:
-        if self._job is None:
-            job = current_job()
-            assert job is not None
-            self._job = job.clone()  # a waiting thread blocks all others on the same connection
-        return self._job
 
     def _differs(self, call: Call, rank: int, other: Call | None, other_rank: int | None) -> str:
         others = "the other ranks do" if other_rank is None else f"rank {other_rank} does"

@@ -76,6 +76,7 @@ class Pipeline(MeshStrategy):
         recomputes_blocks=True,  # within each stage
         unsupported_repeat="a pipeline",
     )
+    needs_same_training = True
     compiles_units = True
     """True: whole steps are never compiled, since a stage leaves the step in the middle."""
 
