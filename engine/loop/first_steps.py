@@ -579,10 +579,14 @@ class FirstSteps:
         # leaves it as the run has left it; so does what hooks of the run alone reach, which are newer than the copy.
         undo, begin = snapshot_outside(module, trainer.lightning_module), self._put_outside or (lambda: None)
         begin()
+        memory, trained = Memory(module), [parameter.requires_grad for parameter in module.parameters()]
         replay = Replay(module, trainer, strategy.root_device, joins_batches, draws_same_numbers)
         try:
             replay.run(steps)
         except NeedsOtherRanks:  # for example by `self.all_gather`
+            memory.recall(module)
+            for parameter, is_trained in zip(module.parameters(), trained, strict=True):
+                parameter.requires_grad_(is_trained)
             module.load_state_dict(self._weights_before or {}, strict=False)
             begin()
             replay = Replay(module, trainer, strategy.root_device, True, draws_same_numbers)

@@ -102,12 +102,17 @@ def compare_parts(
     if not batches:
         raise UnfitError("there is no batch of several samples")
     replay = _Parts(module, trainer, device, joins_batches=False, draws_same_numbers=False)
-    with replay.alone(), _running_statistics(module):
+    with replay.alone(), _running_statistics(module), contextlib.ExitStack() as at_end:
         put_attributes, values = _state(module), _values(module)
 
-        def run(windows: Sequence[Sequence[MicroBatch]], change: Callable[[], Any] = lambda: None) -> list[_Ran]:
+        def put_back() -> None:
             put_attributes()
             _put(values)
+
+        at_end.callback(put_back)  # whole steps are compared next: what hooks have frozen here is trained again
+
+        def run(windows: Sequence[Sequence[MicroBatch]], change: Callable[[], Any] = lambda: None) -> list[_Ran]:
+            put_back()
             change()
             return replay.of_windows(windows)
 
