@@ -356,7 +356,8 @@ class _Epoch:
         self._heartbeat = trainer.heartbeat
         self._connector = trainer._logger_connector
         self._steering = trainer.steering if trainer.world_size > 1 else None
-        alone = not trainer.strategy.needs_same_training or trainer.world_size == 1 or loop.rank_loss is not None
+        alone = trainer.world_size == 1 or loop.rank_loss is not None
+        alone |= not trainer.engine_strategy.needs_same_training
         self._same_training = None if alone else SameTraining(trainer, trainer.strategy.options.timeout_s)
         self._hooks = Hooks(trainer)
         self._transfer = Transfer(trainer)

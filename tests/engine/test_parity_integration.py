@@ -29,7 +29,14 @@ STRATEGIES = {"single": 1, "ddp": 2, "zero1": 2, "fsdp": 2, "hsdp:replicate=2,sh
 SPLIT = {"tp": 2, "fsdp+tp:tp=2": 4}
 """The same, where layers are split."""
 
-SEQUENCES = {"cp": 2, "ddp+cp": 4, "fsdp+cp": 4, "hsdp+cp:replicate=2,cp=2": 4}
+SEQUENCES = {
+    "cp": 2,
+    "ddp+cp": 4,
+    "fsdp+cp": 4,
+    "hsdp+cp:replicate=2,cp=2": 4,
+    "cp:attention=ring": 2,
+    "fsdp+cp:attention=ring": 4,
+}
 """The same, where sequences are split."""
 
 # BatchNorm would see micro-batches, so the digits are left out.
