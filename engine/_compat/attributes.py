@@ -123,6 +123,7 @@ ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
         "_scaled_dot_product_cudnn_attention",
         "_scaled_dot_product_efficient_attention",
         "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_backward",
         "_scaled_dot_product_flash_attention_for_cpu",
         "_scaled_dot_product_flash_attention_for_cpu_backward",
         "_scaled_dot_product_fused_attention_overrideable",
