@@ -125,9 +125,8 @@ def hold(folder: Path, tell: Callable[[int], None]) -> None:
     """Holds the lock whatever it opens there, and has a child, like a worker of a loader, that outlives it."""
     _ = lock(folder)
     find(folder), list_entries(folder), (folder / ".lock").read_text()
-    child = os.fork()
-    if child:
-        tell(child)
+    if os.fork() == 0:
+        tell(os.getpid())  # by itself: it has given back its copy of the lock by then
     time.sleep(60)
 
 

@@ -64,19 +64,21 @@ if sys.argv[1:]:
 LAUNCH_3 = [sys.executable, "-m", "polyphase.engine", "launch", "--nproc", "3", "--max-restarts", "0", "--", "job.py"]
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_the_others_go_on_without_killed_ranks_if_they_say_so(tmp_path, strategy):
     (tmp_path / "job.py").write_text(GOES_ON.replace("STRATEGY", strategy))
     # Warm ranks are not the processes that torchrun has started, so their numbers say nothing to it.
-    finished = run_command(LAUNCH_3, timeout_s=120, cold=True)
+    finished = run_command(LAUNCH_3, timeout_s=240, cold=True)
     assert finished.returncode == 0, finished.output
     assert [path.name for path in tmp_path.glob("end-*")] == ["end-0-0"]
     assert (tmp_path / "end-0-0").read_text() == "12 [[0], [1]]"
 
 
+@pytest.mark.timeout(300)
 def test_a_rank_that_is_killed_after_the_run_is_a_failure(tmp_path):
     (tmp_path / "job.py").write_text(GOES_ON.replace("STRATEGY", "ddp"))
-    finished = run_command([*LAUNCH_3, "dies at its end"], timeout_s=120, cold=True)
+    finished = run_command([*LAUNCH_3, "dies at its end"], timeout_s=240, cold=True)
     assert finished.returncode == 1, finished.output
 
 
