@@ -67,8 +67,7 @@ class SameTraining:
 
     def _ahead(self, batch: int, step: int) -> list[int]:
         """Returns the ranks that have begun the passes of the batch."""
-        positions_of_all = self._trainer.heartbeat.positions_of_all
-        for rank, report in ({} if positions_of_all is None else positions_of_all()).items():
+        for rank, report in self._trainer.heartbeat.positions_of_all().items():
             is_in_passes = report["phase"] in ("train", "optimizer")
             has_begun = (report["batch"], report["step"], is_in_passes) > (batch, step, False)
             self._looks[rank] = self._looks.get(rank, 0) + 1 if has_begun else 0

@@ -57,12 +57,12 @@ class Heartbeat:
         backward), ``"optimizer"``, ``"log"``, ``"batch"`` (around these), ``"validate"``, ``"save"``, ...: set by the
         loops."""
         self._thread = 0
-        self.positions_of_all: Callable[[], dict[int, dict[str, Any]]] | None = None
-        """Returns the positions of all ranks that are known here, by rank; None while no watchdog runs."""
+        self.positions_of_all: Callable[[], dict[int, dict[str, Any]]] = dict
+        """Returns the positions of all ranks that are known here, by rank: none while no watchdog runs."""
 
     def __getstate__(self) -> dict[str, Any]:
         # A copied trainer takes part in no run.
-        return {**vars(self), "positions_of_all": None, "clock": None}
+        return {**vars(self), "positions_of_all": dict, "clock": None}
 
     def listen(self, clock: PhaseClock | None) -> None:
         """Announces each phase to `clock` from now on; None: to no clock."""

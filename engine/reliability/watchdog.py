@@ -149,7 +149,7 @@ class Watchdog:
         end_threads()
         if self._answers is not None:
             self._answers.close()
-        self.heartbeat.positions_of_all = None
+        self.heartbeat.positions_of_all = dict
         return self._wakeup
 
     def wait_for_verdict(self) -> None:

@@ -231,14 +231,10 @@ def watch_units(model: nn.Module, flag: str, trainer: Any, timeout_s: float) -> 
         trainer: its watchdog knows the positions of the other ranks.
         timeout_s: how long to wait for them.
     """
-    heartbeat = trainer.heartbeat
-
-    def known_reports() -> dict[int, dict[str, Any]]:
-        return {} if heartbeat.positions_of_all is None else heartbeat.positions_of_all()
-
     units: list[tuple[str, Callable[[], list[str]]]] = []
     rank_loss = trainer.fit_loop.epoch_loop.rank_loss
-    order = UnitOrder(flag, units, known_reports, timeout_s, None if rank_loss is None else rank_loss.check)
+    check = None if rank_loss is None else rank_loss.check
+    order = UnitOrder(flag, units, lambda: trainer.heartbeat.positions_of_all(), timeout_s, check)
     for name, submodule in model.named_modules():
         if not isinstance(submodule, FSDPModule):
             continue
