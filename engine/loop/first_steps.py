@@ -37,11 +37,11 @@ from ..distributed.digests import Digests, digests, unequal_replicas, whole
 from ..distributed.object_group import WORLD
 from ..precision.clipping import norm_of
 from ..strategies import adapt
-from ..strategies.pipeline.reachable_state import ReachableState, snapshot_outside
+from ..strategies.pipeline.reachable_state import snapshot_outside
 from .callback_writes import CallbackWrites, may_change_training
 from .module_copy import Memory, SampledBlock, copy_whole, fill_copy
 from .rate_sums import RateSums, unequal_rates
-from .split_batch import Comparison, compare_parts, kept_values
+from .split_batch import Comparison, compare_parts, kept_values, put_values, state_of, values_of
 from .unsplit import (
     SETTINGS,
     Call,
@@ -104,10 +104,11 @@ class FirstSteps:
         """Whether the present step is to be checked, or one of the next ones."""
         self._step: Step | None = None
         self._steps: list[Step] = []
-        self._weights_before: dict[str, Tensor] | None = None
+        self._weights_before: dict[str, Tensor] = {}
         self._problem: str | None = None
-        self._put_outside: Any = None
-        """Puts back what the module's code reached outside of it before the first step."""
+        self._begin_again: Any = None
+        """Gives the copy, and what the code of module and copy reaches outside of them, what they had before the first
+        step: a comparison begins with it."""
         self._handles: list[Any] = []
         self._callback_writes: CallbackWrites | None = None
 
@@ -250,7 +251,6 @@ class FirstSteps:
             state = strategy.lightning_module_state_dict()
             if self._copy is not None:
                 self._attempt(lambda: self._fill_copy(state))
-                self._attempt(lambda: setattr(self, "_put_outside", snapshot_outside(trainer.lightning_module)))
             self._attempt(self._remember)
         if self._sample is not None:
             self._sample.begin()
@@ -306,7 +306,16 @@ class FirstSteps:
         assert own is not None
         fill_copy(own, trainer.lightning_module, state, shares_buffers=trainer.strategy.layout.pp == 1)
         trainer.precision_plugin.convert_module(own)
-        self._weights_before = {name: value.detach().clone() for name, value in own.state_dict().items()}
+        values, put_outside = values_of(own), snapshot_outside(trainer.lightning_module)
+        put_state, copies = state_of(own), {id(tensor): value for tensor, value, _ in values}
+        self._weights_before = {name: copies[id(tensor)] for name, tensor in _tensors(own) if id(tensor) in copies}
+
+        def begin_again() -> None:
+            put_outside()
+            put_state()
+            put_values(values)
+
+        self._begin_again = begin_again
 
     def _attempt(self, function: Any) -> None:
         """Calls `function`; keeps its error until phase 4, so that all ranks stay in step."""
@@ -407,9 +416,7 @@ class FirstSteps:
             for micro_batch in step.micro_batches:
                 micro_batch.loss = None if micro_batch.loss is None else micro_batch.loss.cpu()
         if self._splits:  # first, since it names what the ranks remember, by which their steps differ, too
-            put_back = self._copy_puts_back()
             self._compare_parts()
-            put_back()
         if self._repeats or self._sample is not None:
             self._compare_with_run()
         self.duration_s += perf_counter() - start_s
@@ -443,18 +450,6 @@ class FirstSteps:
         elif difference is None and trainer.is_global_zero:
             log.info("the first %d steps are those of one process.", len(self._steps))
         self._tell(difference)
-
-    def _copy_puts_back(self) -> Any:
-        """Returns a function that gives the copy its first weights and attributes again."""
-        if self._copy is None:
-            return lambda: None
-        copy, attributes = self._copy, ReachableState(self._copy).snapshot()
-
-        def put_back() -> None:
-            attributes()
-            copy.load_state_dict(self._weights_before or {}, strict=False)
-
-        return put_back
 
     def _compare_parts(self) -> None:
         """Phase 4: compares steps on parts of a batch with steps on the whole, on rank 0."""
@@ -500,7 +495,7 @@ class FirstSteps:
         micro_batches = [micro_batch for step in self._steps for micro_batch in step.micro_batches]
         kept = [of_rank for _, of_rank in of_ranks]
         try:
-            (self._put_outside or (lambda: None))()
+            self._begin_again()
             return None, compare_parts(copy, trainer, trainer.strategy.root_device, micro_batches, kept)
         except (UnfitError, NeedsOtherRanks) as unfit:
             return str(unfit) or "its step reaches other ranks", None
@@ -542,8 +537,8 @@ class FirstSteps:
         if self._copy is not None and reason is None:
             try:
                 replay = self._repeat([steps for _, steps, _, _ in reports if steps is not None])
-                before, after = self._weights_before or {}, self._copy.state_dict()
-                weights = _Weights(before, {name: value.detach() for name, value in after.items()}, state)
+                after = {name: tensor.detach() for name, tensor in _tensors(self._copy)}
+                weights = _Weights(self._weights_before, after, state)
                 differences += _from_one_process(replay, gradients, weights, self._has_low_precision)
             except UnfitError as unfit:
                 reason = str(unfit)
@@ -577,23 +572,20 @@ class FirstSteps:
         steps = list(zip(*ranks, strict=True))
         # The copy shares what is outside of it with the run, such as a count on a class: it begins as the run has, and
         # leaves it as the run has left it; so does what hooks of the run alone reach, which are newer than the copy.
-        undo, begin = snapshot_outside(module, trainer.lightning_module), self._put_outside or (lambda: None)
-        begin()
-        memory, trained = Memory(module), [parameter.requires_grad for parameter in module.parameters()]
-        replay = Replay(module, trainer, strategy.root_device, joins_batches, draws_same_numbers)
+        undo = snapshot_outside(module, trainer.lightning_module)
+
+        def repeat(joins_batches: bool) -> Replay:
+            self._begin_again()
+            replay = Replay(module, trainer, strategy.root_device, joins_batches, draws_same_numbers)
+            replay.run(steps)
+            return replay
+
         try:
-            replay.run(steps)
+            return repeat(joins_batches)
         except NeedsOtherRanks:  # for example by `self.all_gather`
-            memory.recall(module)
-            for parameter, is_trained in zip(module.parameters(), trained, strict=True):
-                parameter.requires_grad_(is_trained)
-            module.load_state_dict(self._weights_before or {}, strict=False)
-            begin()
-            replay = Replay(module, trainer, strategy.root_device, True, draws_same_numbers)
-            replay.run(steps)
+            return repeat(True)
         finally:
             undo()
-        return replay
 
     def _describe(self, differences: list[str]) -> str:
         trainer = self._trainer
@@ -615,6 +607,13 @@ class FirstSteps:
             if backends.cuda.matmul.allow_tf32 or (uses_cudnn and backends.cudnn.allow_tf32):
                 return True
         return str(self._trainer.precision) not in ("32-true", "64-true")
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yields the tensors of a state dict: modules may add a state of another kind."""
+    for name, value in module.state_dict(keep_vars=True).items():
+        if isinstance(value, Tensor):
+            yield name, value
 
 
 def _host_copy(batch: Any) -> Any:

@@ -45,7 +45,7 @@ from ..strategies.pipeline.reachable_state import (
 from .module_copy import are_equal, is_data, put
 from .unsplit import ManualOptimizer, MicroBatch, Replay, UnfitError, loss_of, norm
 
-__all__ = ["Comparison", "compare_parts", "kept_values"]
+__all__ = ["Comparison", "compare_parts", "kept_values", "put_values", "state_of", "values_of"]
 
 _NUM_BATCHES = 2
 """Two batches: what is remembered of the first one shows in the second."""
@@ -102,17 +102,12 @@ def compare_parts(
     if not batches:
         raise UnfitError("there is no batch of several samples")
     replay = _Parts(module, trainer, device, joins_batches=False, draws_same_numbers=False)
-    with replay.alone(), _running_statistics(module), contextlib.ExitStack() as at_end:
-        put_attributes, values = _state(module), _values(module)
-
-        def put_back() -> None:
-            put_attributes()
-            _put(values)
-
-        at_end.callback(put_back)  # whole steps are compared next: what hooks have frozen here is trained again
+    with replay.alone(), _running_statistics(module):
+        put_state, values = state_of(module), values_of(module)
 
         def run(windows: Sequence[Sequence[MicroBatch]], change: Callable[[], Any] = lambda: None) -> list[_Ran]:
-            put_back()
+            put_state()
+            put_values(values)
             change()
             return replay.of_windows(windows)
 
@@ -168,7 +163,7 @@ class _Parts(Replay):
     def of_windows(self, windows: Sequence[Sequence[MicroBatch]]) -> list[_Ran]:
         """Runs batches one after the other, each as one process for each of its parts."""
         self._stand_in.__dict__.update(global_step=0, current_epoch=0)  # the run itself has gone on
-        states = [_state(self.module)] * len(windows[0])
+        states = [state_of(self.module)] * len(windows[0])
         return [self._of_window(window, states) for window in windows]
 
     def _prepare(self) -> None:
@@ -184,7 +179,7 @@ class _Parts(Replay):
     def _of_window(self, window: Sequence[MicroBatch], states: list[Any]) -> _Ran:
         module: Any = self.module
         module.zero_grad()
-        before = after = _values(module)
+        before = after = values_of(module)
         self._updates: list[dict[str, Tensor]] = []
         self._estimate: Any = sum(micro_batch.samples for micro_batch in window)  # of the total weight
         # A rank begins backward with the mean of its own samples. But a hook on a parameter gets the whole gradient.
@@ -195,7 +190,7 @@ class _Parts(Replay):
         total, mean = torch.zeros((), device=self.device), torch.zeros((), device=self.device)
         for rank, micro_batch in enumerate(window):
             states[rank]()
-            _put(before)
+            put_values(before)
             batch = self._on_device(micro_batch)
             module.on_train_batch_start(batch, micro_batch.batch_idx)
             self._count = torch.as_tensor(micro_batch.samples).to(self.device)
@@ -216,13 +211,13 @@ class _Parts(Replay):
             if loss is not None:  # the loss of nothing may be NaN
                 mean = mean + loss.detach().masked_fill(self._count == 0, 0.0) * self._count
             module.on_train_batch_end(output, batch, micro_batch.batch_idx)
-            after = after if rank else _values(module)
-            states[rank] = _state(module)
+            after = after if rank else values_of(module)
+            states[rank] = state_of(module)
         if is_hooked != has_hooks(module.parameters()):
             raise UnfitError("a step registers hooks of parameters")
         if losses:
             module.backward(torch.stack(losses).sum())
-        _put(after)  # the first rank's buffers are sent to the others
+        put_values(after)  # the first rank's buffers are sent to the others
         gradients = self._gradients() if module.automatic_optimization else {}
         for number, of_update in enumerate(self._updates, start=1):
             gradients |= {f"{name} (update {number})": gradient for name, gradient in of_update.items()}
@@ -349,7 +344,7 @@ def _memories(replay: _Parts, kept: Sequence[dict[str, Any]], run: Callable[[Any
 # --- states, parts of batches, differences
 
 
-def _state(module: nn.Module) -> Callable[[], None]:
+def state_of(module: nn.Module) -> Callable[[], None]:
     """Returns a function that puts back attributes, and what the module's code reaches outside of it."""
     of_module, outside = ReachableState(module).snapshot(), snapshot_outside(module)
 
@@ -360,11 +355,13 @@ def _state(module: nn.Module) -> Callable[[], None]:
     return put_back
 
 
-def _values(module: nn.Module) -> list[tuple[Tensor, Tensor, bool]]:
+def values_of(module: nn.Module) -> list[tuple[Tensor, Tensor, bool]]:
+    """Returns the parameters and buffers of a module, each with a copy, and with whether it is trained."""
     return [(t, t.detach().clone(), t.requires_grad) for t in chain(module.parameters(), module.buffers())]
 
 
-def _put(values: list[tuple[Tensor, Tensor, bool]]) -> None:
+def put_values(values: list[tuple[Tensor, Tensor, bool]]) -> None:
+    """Puts back what `values_of` has returned."""
     for tensor, value, is_trained in values:
         if tensor.shape == value.shape:  # `.data`: a graph that has saved the tensor is still to run backward
             tensor.data.copy_(value)
