@@ -213,14 +213,14 @@ def remedy_of(finding: Finding, figures: Figures) -> _Remedy | None:
         figures: the verdict's figures.
     """
     info = figures.info
-    strategy = info.strategy.partition(":")[0].partition("+")[0]
+    strategy = info.strategy.partition(":")[0]
     if finding.cause == "slow_loader" and info.num_workers is not None and not finding.ranks:
         spare = max(1, min(8, int(info.num_cpus / max(info.local_ranks, 1)) - 1))
         return _Remedy((f"--data.num_workers={2 * info.num_workers or spare}",))
     if finding.cause == "exposed_communication" and info.compression == "none":
         if strategy in ("ddp", "zero1"):
             return _Remedy(("--compression=bf16",), warning="gradients are rounded to 16 bits")
-        if strategy in ("fsdp", "hsdp"):
+        if strategy.startswith(("fsdp", "hsdp")):
             return _Remedy(("--precision=bf16-mixed",), warning="it computes in 16 bits")
     if finding.cause == "slow_logging":
         return _Remedy(("--log_every_n_steps=50",))

@@ -4,7 +4,10 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 
+from polyphase.engine.strategies.registry import STRATEGIES
+
 from ..figures import Figures, Outlier
+from ..interval import RankInfo
 from .finding import COSTLY_COMPRESSION, RATIO, Finding, at, ms, option, who
 from .network import UNDERUSED, compression_cost, link_use
 
@@ -157,20 +160,7 @@ def exposed_communication(figures: Figures, threshold: float) -> Finding | None:
     if more is not None:
         return more
     info = figures.info
-    remedy = {
-        "ddp": "compression='bf16' or 'auto' (`polyphase bench-comm` measures which one pays)",
-        "zero1": "compression='bf16' or 'auto' (`polyphase bench-comm` measures which one pays)",
-        "fsdp": "precision='bf16-mixed', which gathers weights in 16 bits; or hsdp, which gathers within a node",
-        "hsdp": "precision='bf16-mixed', which gathers weights in 16 bits; or compression='bf16'",
-        "tp": "fewer ranks along tp, and fsdp or ddp for the others",
-        "cp": "fewer ranks along cp, and fsdp or ddp for the others",
-        "pp": "more micro-batches: pp:microbatches=...",
-        "local_sgd": "local_sgd:overlap_steps=N, an exchange beside training; or a larger sync_every",
-        "diloco": "diloco:overlap_steps=N, an exchange beside training; or a larger sync_every",
-        "ps": "compression, or a larger ps:staleness",
-    }.get(info.strategy.partition(":")[0].partition("+")[0], "a larger batch")
-    if info.strategy.startswith(("ddp", "zero1", "fsdp", "hsdp")):
-        remedy += f"; or accumulate_grad_batches={2 * info.accumulate_grad_batches}, which sends half as often"
+    remedy = _less_communication(info)
     use = link_use(figures)
     evidence = f"collectives that nothing hides take {share:.0%} of the time, without waiting for slower ranks"
     if use:
@@ -189,6 +179,32 @@ def exposed_communication(figures: Figures, threshold: float) -> Finding | None:
         remedy=remedy,
         gain=gain,
     )
+
+
+_REMEDIES = {
+    "fsdp": "precision='bf16-mixed', which gathers weights in 16 bits; or hsdp, which gathers within a node",
+    "hsdp": "precision='bf16-mixed', which gathers weights in 16 bits",
+    "tp": "fewer ranks along tp, and fsdp or ddp for the others",
+    "cp": "fewer ranks along cp, and fsdp or ddp for the others",
+    "pp": "more micro-batches: pp:microbatches=...",
+    "local_sgd": "local_sgd:overlap_steps=N, an exchange beside training; or a larger sync_every",
+    "diloco": "diloco:overlap_steps=N, an exchange beside training; or a larger sync_every",
+    "ps": "a larger ps:staleness",
+}
+"""What a strategy can do to send less, besides `compression`."""
+
+
+def _less_communication(info: RankInfo) -> str:
+    name = info.strategy.partition(":")[0]
+    first, _, second = name.partition("+")
+    # tp and cp send activations in each layer: more, and more often, than what averages gradients beside them.
+    axis = second if second in ("tp", "cp") else first
+    remedies = [_REMEDIES[axis]] if axis in _REMEDIES else []
+    if name in STRATEGIES and "auto" in STRATEGIES[name].compressions:
+        remedies.append("compression='bf16' or 'auto' (`polyphase bench-comm` measures which one pays)")
+    if axis in ("ddp", "zero1", "fsdp", "hsdp"):
+        remedies.append(f"accumulate_grad_batches={2 * info.accumulate_grad_batches}, which sends half as often")
+    return "; or ".join(remedies) or "a larger batch"
 
 
 def _times_on_cpus(figures: Figures) -> float:

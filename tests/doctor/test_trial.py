@@ -29,6 +29,7 @@ def test_flags_that_mend_a_cause():
     assert remedy("slow_loader", num_workers=2) == "--data.num_workers=4"
     assert remedy("exposed_communication", strategy="ddp") == "--compression=bf16"
     assert remedy("exposed_communication", strategy="fsdp+tp") == "--precision=bf16-mixed"
+    assert remedy("exposed_communication", strategy="ddp+cp") is None
     assert remedy("slow_logging") == "--log_every_n_steps=50"
     assert remedy("thread_oversubscription", num_cpus=8.0, local_ranks=4) == "OMP_NUM_THREADS=2"
 

@@ -3,6 +3,7 @@
 import pytest
 
 from polyphase.doctor import judge
+from polyphase.engine.strategies.registry import STRATEGIES
 from tests.doctor.runs import STEPS, changed, exposed, interval, only, run_of
 
 
@@ -81,7 +82,14 @@ def test_a_stage_with_a_busy_neighbour_is_not_unequal():
     [
         ("ddp", "compression="),
         ("fsdp", "bf16-mixed"),
+        ("hsdp", "compression="),
         ("tp", "fewer ranks along tp"),
+        ("hsdp+tp", "fewer ranks along tp"),
+        ("cp", "fewer ranks along cp"),
+        ("ddp+cp", "fewer ranks along cp"),
+        ("hsdp+cp", "fewer ranks along cp"),
+        ("pp+ddp", "more micro-batches"),
+        ("ps", "ps:staleness"),
         ("local_sgd", "local_sgd:overlap_steps"),
     ],
 )
@@ -89,6 +97,8 @@ def test_exposed_communication(strategy, remedy):
     finding = only(run_of(*[interval(communication=5.0)] * 2, strategy=strategy))
     assert finding.cause == "exposed_communication"
     assert remedy in finding.remedy
+    if not STRATEGIES[strategy].compressions:
+        assert "compression" not in finding.remedy
     assert finding.gain == pytest.approx(5 / 14.5, abs=0.01)
 
 
