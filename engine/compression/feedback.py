@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from ..flags import check_count, check_number
 from .base import CommHook, ParameterState
-from .counting_group import Bucket, CountingGroup
+from .counting_group import Bucket, CountingGroup, ParamSlice
 
 __all__ = ["ErrorFeedbackHook", "reshard_residuals"]
 
@@ -43,7 +43,7 @@ class ErrorFeedbackHook(CommHook):
             raise ValueError(
                 f"{self.name}:decay={decay:g} is of the rest that feedback=false does not keep: leave out one of them."
             )
-        self._residuals = ParameterState(lambda bucket: {member: member.numel for member in bucket.members})
+        self._residuals = ParameterState(_numels)
 
     def memories(self) -> dict[str, ParameterState]:
         """Returns the residuals, if they are kept."""
@@ -81,6 +81,10 @@ class ErrorFeedbackHook(CommHook):
         scale = self._scaler.scale(torch.ones((), device=gradients.device)).to(gradients.dtype)
         self.exchange(torch.addcmul(gradients, residual, scale, value=self.decay, out=total), bucket, wire)
         total.div_(scale)
+
+
+def _numels(bucket: Bucket) -> dict[ParamSlice, int]:
+    return {member: member.numel for member in bucket.members}
 
 
 def _unused(bucket: Bucket, wire: CountingGroup) -> Tensor:

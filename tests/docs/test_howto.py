@@ -98,6 +98,16 @@ def test_long_sequences(monkeypatch, capfd, strategy, devices):
     assert found["engine"].global_step == 2
 
 
+def test_rare_exchange(monkeypatch, capfd):
+    page = Page("rare-exchange")
+    script = page.folder / "train.py"
+    script.write_text(script.read_text().replace("local_sgd_spawn", "local_sgd_fork"))  # without two imports
+    found = page.run_here("train.py", monkeypatch)
+    steps, accuracy = re.search(r"(\d+) steps, accuracy (\S+)", capfd.readouterr().out).groups()
+    assert int(steps) == found["engine"].global_step == 8 * 17
+    assert float(accuracy) > 0.9
+
+
 @on_two_ranks
 def test_float8(monkeypatch, capfd, strategy, devices):
     found = Page("float8").run_here("train.py", monkeypatch, strategy=strategy, devices=devices)

@@ -1,5 +1,6 @@
 """From a compression flag to its comm hook, and every way of getting it wrong."""
 
+import pickle
 import re
 import warnings
 
@@ -24,6 +25,7 @@ def test_each_name_makes_its_hook_with_nothing_counted_yet(name):
     assert hook.name == name
     assert hook.description
     assert (hook.num_calls, hook.num_bytes) == (0, 0)
+    assert type(pickle.loads(pickle.dumps(hook))) is type(hook), "ddp_spawn sends it to its workers"
 
 
 def test_two_hooks_share_nothing():
