@@ -6,7 +6,6 @@ of the module's before a strategy splits it, and draw from the run's seed, so al
 then finds a module with frozen parameters, of which an optimizer gets no gradient and keeps no state.
 """
 
-import dataclasses
 import importlib
 import warnings
 from collections.abc import Callable, Iterator
@@ -20,29 +19,14 @@ from torch import nn
 from .checkpoint.adapters import STATE_KEY, Adapters
 from .distributed.environment import global_seed
 from .errors import RefusedError
+from .finetune_options import ALL_LINEAR, FINETUNES, LoRAOptions
 from .flags import check_count, check_number, choose, did_you_mean, parse_flag, parse_options
 from .strategies.units import block_lists, named_blocks
 
-__all__ = ["FineTuning", "LoRAOptions", "make_finetuning"]
+__all__ = ["FineTuning", "make_finetuning"]
 
-_ALL = "all-linear"
 _ROOT = "polyphase_root"
 """Name of the module that is fine-tuned, in one that holds nothing else: no other name begins with it."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LoRAOptions:
-    """The options of ``lora``."""
-
-    rank: int = 8
-    """Number of rows of A and columns of B. ``lora:8`` is short for ``lora:rank=8``."""
-    alpha: int | None = None
-    """The change of a layer is multiplied by alpha / rank. None: twice the rank."""
-    dropout: float = 0.0
-    """Share of the inputs of A that are dropped in training."""
-    targets: str = _ALL
-    """Names of the layers that get adapters, with a + in between: ``q_proj+v_proj``, or longer ones, from their end.
-    ``"all-linear"``: the linear layers of the repeated blocks; without blocks, all."""
 
 
 def make_finetuning(flag: str) -> "FineTuning | None":
@@ -53,7 +37,7 @@ def make_finetuning(flag: str) -> "FineTuning | None":
         RefusedError: peft is not installed.
     """
     parsed = parse_flag(flag, "finetune")
-    if choose("finetune", parsed.name, ["none", "lora"]) == "none":
+    if choose("finetune", parsed.name, FINETUNES) == "none":
         if parsed.value or parsed.options:
             raise ValueError(f"finetune 'none' takes no options; remove them from {flag!r}.")
         return None
@@ -196,7 +180,7 @@ def add_adapters(module: nn.Module, options: LoRAOptions) -> Adapters:
         rank=options.rank,
         alpha=alpha,
         dropout=options.dropout,
-        names=() if options.targets == _ALL else tuple(options.targets.split("+")),
+        names=() if options.targets == ALL_LINEAR else tuple(options.targets.split("+")),
         layers={name: bool(getattr(layer, "fan_in_fan_out", False)) for name, layer in layers.items()},
     )
 
@@ -257,7 +241,7 @@ def _targets(module: nn.Module, text: str) -> list[str]:
     """The names of the layers that get adapters."""
     linears = _linears(module)
     kind = type(module).__name__
-    if text == _ALL:
+    if text == ALL_LINEAR:
         # The output projection of nn.MultiheadAttention is read, and never called.
         linears = {name: part for name, part in linears.items() if not _reader_of(module, name)}
         chosen = _in_blocks(module, linears) or list(linears)

@@ -11,7 +11,7 @@ from polyphase.engine import Engine
 from polyphase.engine.cli.strategies import default_of
 from polyphase.engine.compression.registry import ROWS as HOOKS
 from polyphase.engine.config import EngineConfig, field_docs
-from polyphase.engine.finetune import LoRAOptions
+from polyphase.engine.finetune_options import LoRAOptions
 from polyphase.engine.flags import ARGUMENTS, VALUES
 from polyphase.engine.strategies.registry import STRATEGIES
 

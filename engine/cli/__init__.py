@@ -47,7 +47,7 @@ Train a LightningModule on any number of devices: one flag per strategy, the sam
                    --compression, recommends one
 
   polyphase init DIR              a small project to start from: module, data, config, test
-  polyphase strategies            strategies, precisions and compressions, a line each
+  polyphase strategies            strategies, precisions, compressions, ways to fine-tune
   polyphase strategies fsdp       everything about one of them
   polyphase strategies --explain ByteGPT
                    the units of a model, and the layers that tensor parallelism splits

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from ..compression.registry import ROWS as HOOKS
 from ..config import GROUPS, EngineConfig, field_docs
+from ..finetune_options import FINETUNES
 from ..flags import choose, did_you_mean
 from ..precision import PRECISIONS
 from ..strategies.registry import STRATEGIES
@@ -189,6 +190,7 @@ def print_completion(words: Sequence[str], others: Iterable[str]) -> None:
     top.add_argument("--version", action="store_true")
     commands = top.add_subparsers(dest="command")
     values: dict[str, Any] = {"strategy": ("auto", *STRATEGIES), "precision": PRECISIONS, "compression": HOOKS}
+    values["finetune"] = FINETUNES
     for command, description in RUNS.items():
         sub = commands.add_parser(command, help=description)
         sub.add_argument("--help-all", action="store_true", help="all flags, Lightning's too")
@@ -198,7 +200,7 @@ def print_completion(words: Sequence[str], others: Iterable[str]) -> None:
     for name in others:
         sub = commands.add_parser(name, help=name)
         if name == "strategies":
-            sub.add_argument("name", nargs="?", choices=[*STRATEGIES, *PRECISIONS, *HOOKS])
+            sub.add_argument("name", nargs="?", choices=[*STRATEGIES, *PRECISIONS, *HOOKS, *FINETUNES])
         elif name == "ckpt":
             sub.add_argument("what", choices=("list", "inspect", "verify", "export", "prune"))
     print(shtab.complete(top, shell))

@@ -1,4 +1,4 @@
-"""`polyphase strategies`: lists the values of the flags strategy, precision and compression, without torch."""
+"""`polyphase strategies`: lists the values of strategy, precision, compression and finetune, without torch."""
 
 import ast
 import dataclasses
@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 
 from ..compression.registry import ROWS as HOOKS
 from ..config import field_docs
+from ..finetune_options import FINETUNES, LoRAOptions
 from ..flags import LAUNCHERS, choose
-from ..precision import ALIASES, PRECISIONS
+from ..precision import ALIASES, OF_BLOCKS, PRECISIONS
 from ..registration import COMM_HOOK_GROUP, STRATEGY_GROUP, load_plugin, plugin_names
 from ..strategies.registry import STRATEGIES, StrategySpec, find_strategy
 from .runs import exit_with
@@ -29,8 +30,9 @@ WIDTH = 100
 HELP = """\
 usage: polyphase strategies [NAME] [--explain MODEL]
 
-  polyphase strategies                    strategies, precisions and compressions, a line each
-  polyphase strategies fsdp               everything about one of them: also of a precision or compression
+  polyphase strategies                    strategies, precisions, compressions and ways to fine-tune, a
+                                          line each
+  polyphase strategies fsdp               everything about one of them
   polyphase strategies --explain ByteGPT  what of a model is sharded as one, and what tensor
                                           parallelism splits; MODEL as behind --model
 """
@@ -79,6 +81,9 @@ def _overview() -> Iterator[str]:
     yield "--compression NAME[:value,option=value,...][+fp16|+bf16]"
     yield from _table({"none": "gradients as they are"} | {name: row.description for name, row in HOOKS.items()})
     yield ""
+    yield "--finetune NAME[:rank,option=value,...]"
+    yield from _table(FINETUNES)
+    yield ""
     yield "polyphase strategies NAME tells everything about one: options, what it sends, when to choose it."
 
 
@@ -112,9 +117,11 @@ def _about(flag: str) -> Iterator[str]:
         load_plugin(COMM_HOOK_GROUP, name)
     if name in HOOKS:
         return _about_compression(name)
+    if name == "lora":
+        return _about_lora()
     full = ALIASES.get(name, name)
     if full not in PRECISIONS:
-        choose("strategy, precision or compression", name, [*STRATEGIES, *PRECISIONS, *HOOKS])
+        choose("strategy, precision, compression or finetune", name, [*STRATEGIES, *PRECISIONS, *HOOKS, "lora"])
     return _about_precision(full)
 
 
@@ -173,6 +180,18 @@ def _about_precision(name: str) -> Iterator[str]:
     can = [strategy for strategy, row in STRATEGIES.items() if name in row.precisions]
     cannot = [strategy for strategy in STRATEGIES if strategy not in can]
     yield from _field("strategies", f"all but {', '.join(cannot)}" if cannot else "all")
+
+
+def _about_lora() -> Iterator[str]:
+    yield "--finetune lora"
+    yield from _field("what it is", FINETUNES["lora"])
+    yield from _field("strategies", "all")
+    can = [name for name in PRECISIONS if name not in OF_BLOCKS]
+    yield from _field("precision", _can(can, PRECISIONS, "not tried"))
+    yield from _field("needs", "peft: pip install 'polyphase[lora]'")
+    yield from _options(LoRAOptions)
+    yield ""
+    yield "  polyphase fit --model MyModel --data MyData --finetune lora:rank=8"
 
 
 # --- options

@@ -137,7 +137,7 @@ ROWS: dict[str, HookRow] = {
     "topk": HookRow(
         load=_class(".topk:TopK"),
         description=(
-            "the largest values and their places, with error feedback:"
+            "the largest values (of chunks, in few bits) and their places, with error feedback:"
             " topk[:density][,chunk=values][,bits=bits][,decay=factor][,start=steps]; density 0.01"
         ),
         options=_TopKOptions,

@@ -48,7 +48,7 @@ class TopK(ErrorFeedbackHook):
 
     name = "topk"
     description = (
-        "the largest values and their places, with error feedback:"
+        "the largest values (of chunks, in few bits) and their places, with error feedback:"
         " topk[:density][,chunk=values][,bits=bits][,decay=factor][,start=steps]; density 0.01"
     )
     takes_dtype: ClassVar[bool] = True

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from polyphase.engine import Engine, read_weights
 from polyphase.engine.checkpoint.commands import main as ckpt
 from polyphase.engine.errors import RefusedError
-from polyphase.engine.finetune import LoRAOptions, _peft, add_adapters
+from polyphase.engine.finetune import _peft, add_adapters
+from polyphase.engine.finetune_options import LoRAOptions
 from polyphase.engine.strategies import make_plan
 from tests.engine.eager_graphs import eager_graphs
 from tests.engine.parity import MLP, QUIET, build, largest_difference, loader, plain_loop, suffixed

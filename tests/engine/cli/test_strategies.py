@@ -9,6 +9,7 @@ import pytest
 from polyphase.engine.cli.strategies import main
 from polyphase.engine.compression.registry import ROWS
 from polyphase.engine.config import field_docs
+from polyphase.engine.finetune_options import FINETUNES, LoRAOptions
 from polyphase.engine.flags import LAUNCHERS
 from polyphase.engine.precision import PRECISIONS
 from polyphase.engine.strategies import STRATEGIES, register_strategy
@@ -25,9 +26,9 @@ def test_each_has_one_line(capsys):
     lines = shown(capsys).splitlines()
     assert max(map(len, lines)) <= 100
     assert not [line for line in lines if line.endswith("...")]
-    for name in (*STRATEGIES, *PRECISIONS, *ROWS):
+    for name in (*STRATEGIES, *PRECISIONS, *ROWS, *FINETUNES):
         assert any(re.match(rf"  {re.escape(name)} +\S", line) for line in lines), name
-    assert len(lines) < 55
+    assert len(lines) < 60
 
 
 @pytest.mark.parametrize("name", list(STRATEGIES))
@@ -53,6 +54,14 @@ def test_one_compression_is_told_in_full(name, capsys):
     for field in dataclasses.fields(ROWS[name].options):
         assert f"{field.name}=" in text
         assert field_docs(ROWS[name].options)[field.name] in text
+
+
+def test_fine_tuning_is_told_in_full(capsys):
+    text = " ".join(shown(capsys, "lora").split())
+    assert FINETUNES["lora"] in text
+    for field in dataclasses.fields(LoRAOptions):
+        assert f"{field.name}=" in text
+        assert field_docs(LoRAOptions)[field.name] in text
 
 
 def test_one_precision_is_told_in_full(capsys):
