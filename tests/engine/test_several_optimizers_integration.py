@@ -48,10 +48,18 @@ def test_equal_a_plain_loop(flag, make):
     assert differences(suffixed(flag, "fork"), STRATEGIES[flag], "mlp", 2, 0.05, **flags) <= TOLERANCE
 
 
-@pytest.mark.parametrize(("flag", "subject"), [("tp", "gpt, tied"), ("pp", "gpt of four blocks, tied")])
-def test_equal_a_plain_loop_of_a_language_model(flag, subject):
+@pytest.mark.parametrize(
+    ("flag", "devices", "subject"),
+    [
+        ("tp", 2, "gpt, tied"),
+        ("pp", 2, "gpt of four blocks, tied"),
+        ("cp", 2, "gpt, tied"),
+        *nightly(("ddp+cp", 4, "gpt, tied"), ("fsdp+cp", 4, "gpt, tied")),
+    ],
+)
+def test_equal_a_plain_loop_of_a_language_model(flag, devices, subject):
     flags = {"make_optimizer": muon_and_adamw, "num_steps": NUM_STEPS}
-    assert differences(suffixed(flag, "fork"), 2, subject, 1, 0.05, **flags) <= TOLERANCE
+    assert differences(suffixed(flag, "fork"), devices, subject, 1, 0.05, **flags) <= TOLERANCE
 
 
 @pytest.mark.parametrize("flags", [{"gradient_clip_val": None}, {"gradient_clip_algorithm": "value"}])

@@ -20,7 +20,8 @@ from polyphase.engine import Engine
 from polyphase.engine.checkpoint import load_checkpoint
 from polyphase.engine.errors import RefusedError
 from polyphase.models import Digits, DigitsClassifier
-from tests.engine.parity import MLP, QUIET, adamw, largest_difference, suffixed
+from tests.engine.parity import MLP, QUIET, adamw, largest_difference, loader, suffixed
+from tests.engine.parity import build as build_subject
 from tests.engine.tiny import SavesIn
 from tests.pairs import nightly
 
@@ -229,6 +230,25 @@ def test_a_run_that_goes_on_under_another_strategy_has_the_average_of_a_plain_lo
     module, engine = fit(NEXT[flag], STRATEGIES[NEXT[flag]], [kind.make()], saved)
     assert largest_difference(module.state_dict(), plain.weights) <= TOLERANCE
     assert float(engine.callback_metrics["loss"]) == pytest.approx(plain.losses[-1], abs=1e-5)
+
+
+@pytest.mark.parametrize(("flag", "devices"), [("cp", 2), *nightly(("fsdp+cp", 4))])
+def test_where_sequences_are_split_it_is_that_of_a_plain_loop(flag, devices):
+    subject, update = "gpt, tied", KINDS["EMA"].update
+    module = build_subject(subject)
+    flags = {"strategy": suffixed(flag, "fork"), "accelerator": "cpu", "devices": devices, "max_epochs": 1}
+    engine = Engine(callbacks=[KINDS["EMA"].make()], **flags, **QUIET)
+    engine.fit(module, loader(subject, 1, engine.data_size, STEPS))
+    reference = build_subject(subject)
+    optimizer, average = adamw(reference), None
+    for num, batch in enumerate(loader(subject, 1, num_steps=STEPS)):
+        optimizer.zero_grad()
+        reference.training_step(batch, 0).backward()
+        optimizer.step()
+        now = {name: value.clone() for name, value in reference.state_dict().items()}
+        average = now if average is None else {name: update(average[name], now[name], num) for name in now}
+    assert largest_difference(now, average) > 1e-4
+    assert largest_difference(module.state_dict(), average) <= TOLERANCE
 
 
 def test_under_local_sgd_it_is_the_average_of_the_mean_of_all_ranks():
