@@ -92,7 +92,9 @@ class FirstSteps:
         self._reset()
         can = adapt(trainer.strategy).capabilities
         self._divides = can.splits_module or can.optimizer_state_partitioned
-        if policy is not False and not can.steps_alone:
+        if policy is False:
+            trainer.strategy.before_split = self._warn_unchecked
+        elif not can.steps_alone:
             trainer.strategy.before_split = self.copy_module
 
     def _reset(self) -> None:
@@ -113,6 +115,15 @@ class FirstSteps:
         self._callback_writes: CallbackWrites | None = None
 
     # --- before
+
+    def _warn_unchecked(self, module: LightningModule) -> None:
+        """Of split sequences a wrong gradient can't be seen from the loss."""
+        if self._trainer.strategy.layout.cp > 1 and not self._trainer.is_trial:
+            rank_zero_warn(
+                f"check_first_steps=False: under {adapt(self._trainer.strategy)!r} code of {type(module).__name__} that"
+                " reads its own part of a sequence has a loss that looks right and wrong gradients, and nothing"
+                " compares them with those of one process. Leave that flag out, or run `polyphase verify` once."
+            )
 
     def copy_module(self, module: LightningModule) -> None:
         """Phase 1: copies the module on rank 0; called on all ranks before the module is split or wrapped."""

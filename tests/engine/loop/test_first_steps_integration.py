@@ -7,6 +7,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, seed_everything
 from torch import nn
+from torch.distributed.tensor import DTensor, Shard
 from torch.multiprocessing.spawn import ProcessRaisedException
 from torch.nn.utils.parametrizations import spectral_norm
 
@@ -15,8 +16,10 @@ from polyphase.engine.distributed.digests import digests
 from polyphase.engine.loop import first_steps
 from polyphase.engine.loop.first_steps import between_ranks
 from polyphase.engine.strategies.fsdp import strategy as fsdp
+from polyphase.engine.strategies.tensor import context
 from tests.defects.defects import DEFECTS, nothing
 from tests.engine.parity import MLP
+from tests.engine.parity import build as build_subject
 from tests.engine.parity import loader as digits
 from tests.engine.strategies.test_ddp_integration import QUIET
 from tests.pairs import nightly
@@ -353,3 +356,25 @@ def test_modules_of_many_parts_are_too_large(monkeypatch):
     monkeypatch.setattr(first_steps, "_MAX_PARTS", 3)
     with pytest.raises(ProcessRaisedException, match=r"the gradient of 'blocks.2.up.bias' in step 1 is off by"):
         fit(NORMS._replace(make=LocalGradient), "fsdp_fork", "auto")
+
+
+def fit_split_sequences(check):
+    flags = {"strategy": "cp_fork", "accelerator": "cpu", "devices": 2, "max_epochs": 1, "check_first_steps": check}
+    Engine(**flags, **QUIET).fit(build_subject("gpt, tied"), digits("gpt, tied", 1, num_steps=2))
+
+
+def test_a_gradient_of_a_part_of_a_sequence_is_named(monkeypatch):
+    def without_the_gradients_of_others(tensor, mesh):
+        if isinstance(tensor, DTensor) and tensor.placements == (Shard(1),):
+            return tensor
+        whole = context.as_dtensor(tensor, mesh).to_local()
+        return DTensor.from_local(whole.chunk(mesh.size(), 1)[mesh.get_local_rank()], mesh, [Shard(1)])
+
+    monkeypatch.setattr(context, "cut", without_the_gradients_of_others)
+    with pytest.raises(ProcessRaisedException, match=r"FirstStepsError: .*'net\.\w*embedding.weight'"):
+        fit_split_sequences(check=True)
+
+
+def test_who_leaves_it_out_where_sequences_are_split_is_warned():
+    with pytest.raises(ProcessRaisedException, match=r"UserWarning: check_first_steps=False: under 'cp_fork'.* of TiedGPT"):
+        fit_split_sequences(check=False)
