@@ -46,6 +46,7 @@ from ..checkpoint import (
     to_lightning,
 )
 from ..checkpoint.adapters import STATE_KEY as ADAPTERS
+from ..checkpoint.adapters import Adapters
 from ..checkpoint.engine_io import EngineIO
 from ..checkpoint.errors import damage
 from ..checkpoint.manifest import Kind, Manifest, check_may_replace, manifest_bytes
@@ -537,7 +538,19 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
         except RuntimeError as mismatch:
             if not is_ours:
                 raise
-            raise RuntimeError(f"The checkpoint {self._ckpt_path} does not fit the module. {mismatch}") from None
+            raise RuntimeError(
+                f"The checkpoint {self._ckpt_path} does not fit the module. {self._about_adapters()}{mismatch}"
+            ) from None
+
+    def _about_adapters(self) -> str:
+        """What to do where the checkpoint has adapters of the flag `finetune` and the run has not, or the other way."""
+        saved = Adapters.of(self._loaded_checkpoint.get("callbacks"))
+        has_adapters = any(callback.state_key == ADAPTERS for callback in self.trainer.callbacks)
+        if saved is not None and not has_adapters:
+            return f"It was written with finetune='lora:rank={saved.rank},alpha={saved.alpha}': give that flag again. "
+        if saved is None and has_adapters:
+            return "It was written without finetune: leave that flag out, or begin a run with it from these weights. "
+        return ""
 
     def restore_loops(self) -> None:
         """Restores the loops' progress, and keeps the state that is restored when the training data is prepared."""

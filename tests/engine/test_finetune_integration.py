@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.multiprocessing.spawn import ProcessRaisedException
 
 from polyphase.engine import Engine, read_weights
 from polyphase.engine.checkpoint.commands import main as ckpt
@@ -153,6 +154,21 @@ def test_a_checkpoint_of_other_adapters_is_refused(tmp_path):
     run("single", 1, callbacks=[SavesIn("on_train_end", 1, tmp_path / "x")])
     with pytest.raises(ValueError, match="does not fit the checkpoint, which has adapters of rank 4 with alpha 8 in 8"):
         run("single", 1, path=tmp_path / "x", finetune="lora:rank=4,alpha=4")
+
+
+@pytest.mark.parametrize(("flag", "devices"), [("single", 1), *nightly(("fsdp", 2), ("tp", 2), ("pp", 2))])
+@pytest.mark.parametrize(
+    ("saved", "resumed", "what"),
+    [
+        ("lora:4", "none", r"It was written with finetune='lora:rank=4,alpha=8': give that flag again\..*lora_A"),
+        ("none", "lora:4", r"It was written without finetune: leave that flag out.*lora_A"),
+    ],
+)
+def test_a_checkpoint_with_adapters_needs_the_flag_and_another_none(tmp_path, flag, devices, saved, resumed, what):
+    run(flag, devices, callbacks=[SavesIn("on_train_end", 1, tmp_path / "x")], finetune=saved)
+    kind = RuntimeError if devices == 1 else ProcessRaisedException
+    with pytest.raises(kind, match=f"(?s)does not fit the module. {what}"):
+        run(flag, devices, path=tmp_path / "x", finetune=resumed)
 
 
 @pytest.mark.parametrize(("flag", "devices"), [("single", 1), ("fsdp", 2), *nightly(("ddp", 2), ("tp", 2), ("pp", 2))])

@@ -81,7 +81,7 @@ MISTAKES = [
     ([*FIT, "--modle.lr", "3"], "fit has no flag --modle.lr. Did you mean --model.lr?"),
     ([*FIT, "--steps", "3"], "fit has no flag --steps."),
     (["validate", "--model", "ByteGPT", "--verbos", "x"], "validate has no flag --verbos. Did you mean --verbose?"),
-    (["strategies", "fdsp"], "unknown strategy, precision or compression 'fdsp'. Did you mean 'fsdp'?"),
+    (["strategies", "fdsp"], "unknown strategy, precision, compression or finetune 'fdsp'. Did you mean 'fsdp'?"),
     (["strategies", "--explian", "X"], "strategies takes one NAME, but got --explian X"),
     (["ckpt", "lst"], "unknown ckpt command 'lst'. Did you mean 'list'?"),
     (["launch", "--nproc", "2"], "launch needs -- in front of what it starts"),
