@@ -193,7 +193,11 @@ ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
     "torch.distributed.rpc.internal": ("_InternalRPCPickler", "_unpickler"),
     "torch.distributed.rpc.internal:_InternalRPCPickler": ("_tensor_receiver",),
     "torch.distributed.tensor:DTensor": ("_local_tensor", "_op_dispatcher", "_spec"),
-    "torch.distributed.tensor._dispatch:OpDispatcher": ("_custom_op_handlers", "_dispatch_get_local_results_slow_path"),
+    "torch.distributed.tensor._dispatch:OpDispatcher": (
+        "_custom_op_handlers",
+        "_dispatch_get_local_results_slow_path",
+        "_random_ops",
+    ),
     "torch.distributed.fsdp:FSDPModule": ("_get_fsdp_state",),
     "torch.distributed._composable_state": ("_module_state_mapping",),
     f"{_FSDP}._fsdp_state:FSDPState": ("_fsdp_param_groups", "_pre_backward", "_root_post_backward_final_callback"),

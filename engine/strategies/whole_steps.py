@@ -37,6 +37,7 @@ __all__ = [
     "as_whole",
     "check_assignment",
     "dealing_matrices",
+    "on_whole",
     "own_hook",
     "plain_as_replicas",
     "whole_in_hooks",
@@ -228,11 +229,11 @@ class _AsWhole(TorchDispatchMode):
             return operator(*args, **kwargs)
         draws = torch.Tag.nondeterministic_seeded in operator.tags
         if draws and any(isinstance(leaf, DTensor) for leaf in tree_leaves((args, kwargs))):
-            return _on_whole(operator, args, kwargs, draws=True)
+            return on_whole(operator, args, kwargs, draws=True)
         if operator is torch.ops.aten.equal.default:  # torch would first split both alike, which other shapes can't be
-            return args[0].shape == args[1].shape and _on_whole(operator, args, kwargs)
+            return args[0].shape == args[1].shape and on_whole(operator, args, kwargs)
         if _fails_on_some_rank(operator, args, kwargs):
-            return _on_whole(operator, args, kwargs)
+            return on_whole(operator, args, kwargs)
         if operator is _CAST and isinstance(args[0], DTensor) and _rounds(args[0], kwargs.get("dtype")):
             args = (_gathered(args[0]), *args[1:])
         elif operator._schema.name.endswith("_"):
@@ -247,7 +248,7 @@ class _AsWhole(TorchDispatchMode):
         except (RuntimeError, NotImplementedError) as error:
             if not any(text in str(error) for text in _REFUSALS):
                 raise
-            result, is_whole = _on_whole(operator, args, kwargs), True
+            result, is_whole = on_whole(operator, args, kwargs), True
         for view in tree_leaves(result) if is_view else ():
             if isinstance(view, DTensor) and (is_whole or _is_gathered(view, args[0])):
                 vars(view)[GATHERED] = True
@@ -336,7 +337,7 @@ def _is_gathered(view: DTensor, base: Any) -> bool:
     return num_split[0] < num_split[1] or GATHERED in vars(base)
 
 
-def _on_whole(operator: Any, args: Any, kwargs: Any, *, draws: bool = False) -> Any:
+def on_whole(operator: Any, args: Any, kwargs: Any, *, draws: bool = False) -> Any:
     """Computes an operation on gathered tensors; what it writes to keeps its placement, and results are replicas.
 
     Args:
@@ -347,7 +348,7 @@ def _on_whole(operator: Any, args: Any, kwargs: Any, *, draws: bool = False) -> 
     """
     meshes: list[DeviceMesh] = []
     tree_map_only(DTensor, lambda tensor: meshes.append(tensor.device_mesh), (args, kwargs))
-    whole_args, whole_kwargs = tree_map_only(DTensor, lambda tensor: tensor.full_tensor(), (args, kwargs))
+    whole_args, whole_kwargs = tree_map_only(DTensor, _as_laid_out, (args, kwargs))
     results = operator(*whole_args, **whole_kwargs)
     for result in tree_leaves(results) if draws else ():
         for group in meshes[0].get_all_groups():
@@ -366,6 +367,14 @@ def _on_whole(operator: Any, args: Any, kwargs: Any, *, draws: bool = False) -> 
     if operator._schema.name.endswith("_"):
         return None if not operator._schema.returns else args[0]
     return tree_map_only(Tensor, lambda result: _replicated(result, meshes[0]), results)
+
+
+def _as_laid_out(tensor: DTensor) -> Tensor:
+    """Returns the whole of a tensor, in the order in memory that one process has: random numbers are drawn in it."""
+    whole = tensor.full_tensor()
+    if whole.stride() == tensor.stride():
+        return whole
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=whole.dtype, device=whole.device).copy_(whole)
 
 
 def _replicated(tensor: Tensor, mesh: DeviceMesh) -> DTensor:

@@ -16,6 +16,7 @@ Then the collectives of `fsdp` or `hsdp`.
 import contextlib
 import dataclasses
 import inspect
+import types
 from collections.abc import Callable, Iterator, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -39,7 +40,7 @@ from ..units import named_blocks
 from .strategy import TensorParallel
 from .styles import Moved, as_dtensor, is_raised_by_dtensor, replicate, to_plain, to_replica, wrap_forward
 
-__all__ = ["ContextParallel", "SequenceFunctions", "cut"]
+__all__ = ["ContextParallel", "SequenceFunctions", "cut", "weighing_absolute_errors"]
 
 
 class ContextParallel(TensorParallel):
@@ -118,6 +119,7 @@ class ContextParallel(TensorParallel):
         """Splits the sequences from here on; see `TensorParallel`."""
         self._while_running.enter_context(_recomputed_alike(self._attend))
         self._while_running.enter_context(_refusing_flex_attention())
+        self._while_running.enter_context(weighing_absolute_errors())
         super().setup(trainer)
 
 
@@ -183,11 +185,16 @@ _ON_WHOLE = {
     *(function for name, function in vars(functional).items() if "_pool" in name and callable(function)),
     *(functional.group_norm, functional.instance_norm, functional.fold, functional.unfold, functional.grid_sample),
     *(functional.ctc_loss, torch.Tensor.unfold, torch.group_norm),
+    *(functional.logsigmoid, functional.multilabel_soft_margin_loss),
     *(torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu),
 }
 """Functions for whose backward torch has no rule, or one that is wrong."""
 _BY_CLASS = (functional.cross_entropy, functional.nll_loss)
 """Losses whose mean is over the samples that are not ignored, by their weights."""
+_BY_WEIGHT = (functional.l1_loss, functional.mse_loss)
+"""Losses whose mean with a `weight` is divided by its sum; torch divides others by the number of values."""
+_BODIES = (functional.multi_head_attention_forward, functional.linear_cross_entropy)
+"""Functions whose own code is run in the mode, which sees what they call: attention and dropout, `cross_entropy`."""
 
 
 def cut(tensor: Tensor, mesh: Any) -> Any:
@@ -235,6 +242,24 @@ def _refusing_flex_attention() -> Iterator[None]:
         flex_attention._validate_embed_dim = check
 
 
+@contextlib.contextmanager
+def weighing_absolute_errors() -> Iterator[None]:
+    """Context in which a mode sees the `weight` of `l1_loss`, which torch 2.13 does not hand on."""
+    module: Any = functional
+    hand_on = module.handle_torch_function
+
+    def with_weight(function: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        if function is functional.l1_loss:
+            kwargs["weight"] = tensors[2]
+        return hand_on(function, tensors, *args, **kwargs)
+
+    module.handle_torch_function = with_weight
+    try:
+        yield
+    finally:
+        module.handle_torch_function = hand_on
+
+
 class SequenceFunctions(TorchFunctionMode):
     """Context in which functions of torch on split sequences have the results of whole ones.
 
@@ -253,20 +278,28 @@ class SequenceFunctions(TorchFunctionMode):
             return function(*args, **kwargs)
         if function is functional.scaled_dot_product_attention and _is_split_by_time(args, kwargs):
             return self._attend(*args, **kwargs)
-        if function is functional.dropout:
-            return _dropout(*args, **kwargs)
         if function in _ON_WHOLE:
             return _on_whole(function, args, kwargs)
-        if function in _MEANS:
-            return _loss(function, *args, **kwargs)
+        if function in _BODIES:
+            with self:
+                return _body(function)(*args, **kwargs)
         if _writes(function):
             return _write(function, args, kwargs)
         try:
-            return function(*args, **kwargs)
+            return _loss(function, *args, **kwargs) if function in _MEANS else function(*args, **kwargs)
         except (NotImplementedError, RuntimeError) as error:
             if not is_raised_by_dtensor(error):
                 raise
             return _on_whole(function, args, kwargs)  # by rules: all ranks come here
+
+
+def _body(function: Any) -> Callable[..., Any]:
+    """Returns the code of a function of `torch.nn.functional`, without its own question whether there is a mode."""
+    asks = ("has_torch_function", "has_torch_function_variadic")
+    names = vars(functional) | dict.fromkeys(asks, lambda *tensors: False)
+    body = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    body.__kwdefaults__ = function.__kwdefaults__
+    return body
 
 
 def _on_whole(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -353,20 +386,14 @@ def _attention(
     return Moved.apply(result, Shard(query.ndim - 2))
 
 
-def _dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
-    """Dropout by the random numbers that one process draws for the whole tensor: the same on each rank."""
-    if not training or p == 0 or input.device.type != "cpu":  # torch: on other devices DTensors draw so themselves
-        return functional.dropout(input, p, training, inplace)
-    factors = functional.dropout(torch.ones(input.shape, dtype=input.dtype), p)
-    return input.mul_(factors) if inplace else input * factors
-
-
 def _loss(function: Any, *args: Any, **kwargs: Any) -> Any:
     bound = inspect.signature(function).bind(*args, **kwargs)
     reduction = bound.arguments.get("reduction", "mean")
     size_average, reduce = (bound.arguments.pop(name, None) for name in ("size_average", "reduce"))
     if size_average is not None or reduce is not None:  # torch's old words for it
         reduction = "none" if reduce is False else "sum" if size_average is False else "mean"
+    if reduction not in ("none", "sum", "mean") and (function, reduction) != (functional.kl_div, "batchmean"):
+        return function(*args, **kwargs)  # torch's error
     if function in _BY_CLASS:
         return _class_loss(function, bound.arguments, reduction)
     result = function(**(bound.arguments | {"reduction": "none"}))
@@ -375,6 +402,9 @@ def _loss(function: Any, *args: Any, **kwargs: Any) -> Any:
     total = result.sum()
     if reduction == "sum":
         return total
+    weight = bound.arguments.get("weight") if function in _BY_WEIGHT else None
+    if weight is not None:
+        return total / weight.sum()
     return total / (len(result) if reduction == "batchmean" else max(1, result.numel()))
 
 

@@ -11,7 +11,17 @@ from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.placement_types import Placement
 
 # torch: the types of its sharding rules. A `_StridedShard` is the placement of several blocks of rows on each rank.
-from ..._compat.torch import DTensorSpec, OpSchema, OpSpec, OpStrategy, TupleStrategy, _StridedShard
+from ..._compat.torch import (
+    DTensorSpec,
+    OpSchema,
+    OpSpec,
+    OpStrategy,
+    TupleStrategy,
+    _StridedShard,
+    tree_leaves,
+    tree_map_only,
+)
+from ..whole_steps import on_whole
 
 __all__ = ["install_operator_rules", "restore_operator_rules"]
 
@@ -46,6 +56,7 @@ def install_operator_rules() -> None:
     for table, replacements in (
         (handlers, dict.fromkeys((_ATTENTION, _ATTENTION_BACKWARD), _with_mask_cut)),
         (handlers, {aten._local_scalar_dense.default: _number, aten.fill_.Scalar: _fill}),
+        (handlers, dict.fromkeys(_random_operators(), _draw)),
         (rules, {operator: functools.partial(_scan, rules[operator]) for operator in _SCANS}),
         (rules, {operator: functools.partial(_on_whole, rules[operator]) for operator in _ON_WHOLE}),
         (rules, {operator: functools.partial(_view, rules[operator]) for operator in _VIEWS}),
@@ -136,6 +147,50 @@ def _fill(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     coordinates = tensor.device_mesh.get_coordinate() or ()
     operator(tensor._local_tensor, 0 if any(coordinates[axis] for axis in axes) else value)
     return tensor
+
+
+@functools.cache
+def _random_operators() -> tuple[Any, ...]:
+    """Returns the operators that draw random numbers. Attention has its own rules; composite ones call these."""
+    packets = [getattr(aten, name) for name in dir(aten) if "attention" not in name]
+    operators = [
+        getattr(packet, name) for packet in packets if hasattr(packet, "overloads") for name in packet.overloads()
+    ]
+    composite = torch._C.DispatchKey.CompositeImplicitAutograd
+    return tuple(
+        operator
+        for operator in operators
+        if torch.Tag.nondeterministic_seeded in operator.tags and not operator.has_kernel_for_dispatch_key(composite)
+    )
+
+
+def _draw(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Draws the random numbers of one process: each rank those of the whole tensor, of which it keeps its part.
+
+    torch would draw the same numbers for each part. On GPUs, where it has other ones for each, its way is kept for the
+    operators that it knows: nothing has to be gathered.
+    """
+    first = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DTensor))
+    if first.device.type != "cpu" and operator in DTensor._op_dispatcher._random_ops:
+        return _as_torch(operator, args, kwargs)
+    result = on_whole(operator, args, kwargs)
+    if result is first:
+        return result
+    placements = [Replicate() if placement.is_partial() else placement for placement in first.placements]
+    return tree_map_only(
+        DTensor,
+        lambda tensor: tensor.redistribute(placements=placements) if tensor.shape == first.shape else tensor,
+        result,
+    )
+
+
+def _as_torch(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    dispatcher = DTensor._op_dispatcher
+    call = dispatcher.unwrap_to_op_info(operator, args, kwargs)
+    dispatcher.sharding_propagator.propagate(call)
+    sharding: Any = call.output_sharding
+    local = dispatcher._dispatch_get_local_results_slow_path(operator, args, call)
+    return args[0] if operator._schema.is_mutable else dispatcher.wrap(local, sharding.output_spec)
 
 
 def _scan(rule: Callable[[OpSchema], Any], schema: OpSchema) -> Any:

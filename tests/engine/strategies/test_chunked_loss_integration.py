@@ -48,7 +48,12 @@ class Words(LightningModule):
 @pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(
     ("flag", "batch_size"),
-    [("tp_fork", 8), ("fsdp_fork", 4), *(pytest.param(flag, 8, marks=pytest.mark.nightly) for flag in ("pp_fork",))],
+    [
+        ("tp_fork", 8),
+        ("cp_fork", 8),
+        ("fsdp_fork", 4),
+        *(pytest.param(flag, 8, marks=pytest.mark.nightly) for flag in ("pp_fork",)),
+    ],
 )
 def test_the_weights_are_those_of_one_process(flag, batch_size, tied):
     expected = Words(tied)

@@ -19,7 +19,7 @@ from torchmetrics import MeanSquaredError
 
 from polyphase.engine import Engine
 from polyphase.engine.data.packing import PackSequences
-from polyphase.engine.strategies.tensor.context import SequenceFunctions
+from polyphase.engine.strategies.tensor.context import SequenceFunctions, weighing_absolute_errors
 from polyphase.engine.strategies.tensor.operator_rules import install_operator_rules, restore_operator_rules
 from polyphase.engine.strategies.tensor.ring import ring_attention
 from polyphase.engine.strategies.whole_steps import plain_as_replicas
@@ -55,12 +55,26 @@ def functions(time: int) -> dict[str, Callable[[Tensor], Tensor]]:
         return state.sum()
 
     def recurrent(x: Tensor) -> Tensor:
-        torch.manual_seed(0)
         return nn.LSTM(CLASSES, 4, batch_first=True)(x)[0].square().sum()
 
-    def dropout(x: Tensor) -> Tensor:
-        torch.manual_seed(0)
-        return (functional.dropout(x, 0.3) * y).sum()
+    def linear_cross_entropy(x: Tensor, **options: Any) -> Tensor:
+        scores = torch.linspace(-1, 1, CLASSES * CLASSES).view(CLASSES, CLASSES).requires_grad_()
+        return functional.linear_cross_entropy(x.flatten(0, 1), scores, target.flatten(), **options)
+
+    def attention_layer(
+        dropout: float, batch_first: bool = True, is_causal: bool = False
+    ) -> Callable[[Tensor], Tensor]:
+        def run(x: Tensor) -> Tensor:
+            layer = nn.TransformerEncoderLayer(CLASSES, 1, 8, dropout, batch_first=batch_first)
+            mask = nn.Transformer.generate_square_subsequent_mask(time) if is_causal else None
+            x = x if batch_first else x.transpose(0, 1)
+            return (layer(x, mask, is_causal=is_causal) * (y if batch_first else y.transpose(0, 1))).sum()
+
+        return run
+
+    def attention_weights(x: Tensor) -> Tensor:
+        result, weights = nn.MultiheadAttention(CLASSES, 1, dropout=0.2, batch_first=True)(x, x, x)
+        return (result * y).sum() + weights.square().sum()
 
     def first_set_to_zero(x: Tensor) -> Tensor:
         z = x * 1
@@ -131,7 +145,79 @@ def functions(time: int) -> dict[str, Callable[[Tensor], Tensor]]:
         "group norm": lambda x: (functional.group_norm(x.mT, 1).mT * y).sum(),
         "layer norm": lambda x: (functional.layer_norm(x, (CLASSES,)) * y).sum(),
         "attention written out": attention,
-        "dropout": dropout,
+        "squared error, weighted": lambda x: functional.mse_loss(x, y, weight=y.abs()),
+        "squared error, by a weight of x": lambda x: functional.mse_loss(x, y, weight=x.abs()),
+        "absolute error, weighted": lambda x: functional.l1_loss(x, y, weight=y.abs()),
+        "huber, weighted": lambda x: functional.huber_loss(x, y, weight=y.abs()),
+        "binary, weighted": lambda x: functional.binary_cross_entropy_with_logits(
+            x, y.sigmoid(), weight=y.abs(), pos_weight=weight
+        ),
+        "divergence of logarithms": lambda x: functional.kl_div(
+            x.log_softmax(-1), y.softmax(-1).log(), reduction="batchmean", log_target=True
+        ),
+        "cross entropy, ignoring a class": lambda x: functional.cross_entropy(
+            x.mT, target.clamp(0), ignore_index=1, weight=weight
+        ),
+        "cross entropy, of weighted probabilities": lambda x: functional.cross_entropy(
+            x.mT, y.softmax(-1).mT, weight=weight, label_smoothing=0.1
+        ),
+        "poisson": lambda x: functional.poisson_nll_loss(x, y.abs(), full=True),
+        "gaussian, full": lambda x: functional.gaussian_nll_loss(x, y, y[..., :1].abs(), full=True, eps=0.5),
+        "margins of classes": lambda x: functional.multi_margin_loss(
+            x.flatten(0, 1), target.clamp(0).flatten(), weight=weight
+        ),
+        "margins of labels": lambda x: functional.multilabel_margin_loss(
+            x.flatten(0, 1), index.flatten(0, 1).contiguous()
+        ),
+        "soft margins of labels": lambda x: functional.multilabel_soft_margin_loss(x, (y > 0).float(), weight),
+        "triplets": lambda x: functional.triplet_margin_loss(x, y, y.flip(1)),
+        "cosines": lambda x: functional.cosine_embedding_loss(
+            x.flatten(0, 1), y.flatten(0, 1), target.clamp(0, 1).flatten() * 2 - 1
+        ),
+        "linear cross entropy": linear_cross_entropy,
+        "linear cross entropy, weighted": lambda x: linear_cross_entropy(x, ignore_index=-100, weight=weight),
+        "linear cross entropy in chunks": lambda x: linear_cross_entropy(
+            x, weight=weight, options=nn.LinearCrossEntropyOptions(batch_chunk_size=4)
+        ),
+        "linear cross entropy in chunks, of each": lambda x: (
+            linear_cross_entropy(x, reduction="none", options=nn.LinearCrossEntropyOptions(batch_chunk_size=4))
+            .square()
+            .sum()
+        ),
+        "log of sigmoids": lambda x: functional.logsigmoid(x).sum(),
+        "dropout": lambda x: (functional.dropout(x, 0.3) * y).sum(),
+        "dropout of another layout": lambda x: (
+            functional.dropout(x.transpose(0, 1) + 0, 0.3) * y.transpose(0, 1)
+        ).sum(),
+        "dropout in place": lambda x: (functional.dropout(x * 1, 0.3, inplace=True) * y).sum(),
+        "alpha dropout": lambda x: (functional.alpha_dropout(x, 0.3, True) * y).sum(),
+        "feature alpha dropout": lambda x: (functional.feature_alpha_dropout(x, 0.3, True) * y).sum(),
+        "dropout of channels": lambda x: (functional.dropout1d(x.mT, 0.3) * y.mT).sum(),
+        "dropout of two dims": lambda x: (functional.dropout2d(x[:, :, None], 0.3) * y[:, :, None]).sum(),
+        "random leaks": lambda x: (functional.rrelu(x, training=True) * y).sum(),
+        "random classes": lambda x: (functional.gumbel_softmax(x, hard=True) * y).sum(),
+        "random numbers": lambda x: (
+            x * (torch.rand_like(x) + torch.randn_like(x) + torch.randint_like(x, 5) + torch.rand(x.shape))
+        ).sum(),
+        "random numbers in place": lambda x: (
+            (
+                x * torch.zeros_like(x).normal_()
+                + x * torch.empty_like(x).uniform_() * torch.empty_like(x).exponential_()
+            )
+            .square()
+            .sum()
+        ),
+        "random truths": lambda x: (x * x.detach().sigmoid().bernoulli() * torch.empty_like(x).bernoulli_(0.3)).sum(),
+        "random by means": lambda x: (x * torch.normal(x.detach(), 1.0) * torch.poisson(x.detach().abs())).sum(),
+        "random of a sum": lambda x: (x * torch.rand_like(x.sum(1, keepdim=True))).sum(),
+        "random indices": lambda x: (
+            x * torch.multinomial(x.detach().softmax(-1).flatten(0, 1), 1).view(BATCH, time, 1)
+        ).sum(),
+        "random distribution": lambda x: (x * torch.distributions.Gamma(x.detach().abs() + 1, 1.0).sample()).sum(),
+        "attention layer": attention_layer(0.0),
+        "attention layer, causal": attention_layer(0.0, is_causal=True),
+        "attention layer, time first": attention_layer(0.0, batch_first=False),
+        "attention weights": attention_weights,
         "one by one": one_by_one,
         "recurrent": recurrent,
         "first set to zero": first_set_to_zero,
@@ -146,15 +232,21 @@ def _compared(rank: int, time: int, folder: Path) -> None:
     for name, function in functions(time).items():
         torch.manual_seed(1)
         whole = torch.randn(BATCH, time, CLASSES).requires_grad_()
+        state = torch.get_rng_state()
         expected = function(whole)
         expected.backward()
+        state_after = torch.get_rng_state()
+        torch.set_rng_state(state)
         split: Any = distribute_tensor(whole.detach(), mesh, [Shard(1)]).requires_grad_()
-        with plain_as_replicas(), SequenceFunctions():
+        with plain_as_replicas(), SequenceFunctions(), weighing_absolute_errors():
             value: Any = function(split)
             value = value.full_tensor() if isinstance(value, DTensor) else value
             value.backward()
         gradient = split.grad.full_tensor()
-        if not (torch.allclose(value, expected, rtol=1e-5) and torch.allclose(gradient, whole.grad, atol=1e-5)):
+        is_alike = torch.equal(torch.get_rng_state(), state_after)
+        if not is_alike or not (
+            torch.allclose(value, expected, rtol=1e-5) and torch.allclose(gradient, whole.grad, atol=1e-5)
+        ):
             wrong.append(name)
         dist.barrier()
     restore_operator_rules()
