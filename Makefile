@@ -83,7 +83,7 @@ bench: install  ## what the engine costs per step, into benchmarks/results
 	$(PIP_INSTALL) --editable ".[bench]"
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/overhead.py
 
-gpu: install  ## checks and figures on the GPUs of this machine, into benchmarks/results; PART=1 to 4 for seven minutes of it
+gpu: $(if $(wildcard $(BIN)/python),,install)  ## checks and figures on the GPUs of this machine, into benchmarks/results; PART=1 to 4 for seven minutes of it
 	$(BIN)/python -m benchmarks.gpu $(if $(PART),--part $(PART))
 
 zoo: install  ## other people's models under every strategy, into benchmarks/results; takes half an hour

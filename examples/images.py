@@ -62,7 +62,7 @@ class Classifier(LightningModule):
         self.validation_step(batch, batch_idx, "test")
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=self.hparams["lr"])
+        return torch.optim.AdamW(self.parameters(), lr=self.hparams["lr"], fused=self.on_gpu or None)
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ class Forecast(LightningModule):
         self.log("test/loss_of_the_last_value", functional.mse_loss(signals[:, :-1], signals[:, 1:]), sync_dist=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), lr=self.hparams["lr"])
+        return torch.optim.Adam(self.parameters(), lr=self.hparams["lr"], fused=self.on_gpu or None)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -41,10 +42,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def _commit() -> str:
     def git(*arguments: str) -> str:
+        if shutil.which("git") is None:
+            return ""
         return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
     changed = git("status", "--porcelain", "--", "engine", "callbacks", "models", "benchmarks/gpu")
-    return (git("rev-parse", "--short", "HEAD") or "unknown") + (" + changes" if changed else "")
+    return (git("rev-parse", "--short", "HEAD") or "no commit") + (" + changes" if changed else "")
 
 
 def main() -> int:
@@ -73,7 +76,7 @@ def main() -> int:
             run([item for item in chosen if item.part == part], results, commit)
     bad = [name for name in results.bad if name in {item.name for item in chosen}]
     for row in goals(results.records):
-        print(f"{row['verdict']:8} {row['goal']}: {row['seen']}, wanted {row['wanted']}")
+        print(f"{row['verdict']:8} {row['goal']}: {row['seen'] or 'not measured'}, wanted {row['wanted']}")
     print(f"\n{results.path}\n" + (f"failed: {', '.join(bad)}" if bad else "nothing failed"))
     return 1 if bad else 0
 

@@ -202,6 +202,8 @@ def _text(length: int, num_windows: int, batch_size: int) -> DataLoader:
 
 
 def _by_hand(module: Metered, strategy: str, batches: DataLoader, num_devices: int) -> None:
+    if num_devices > 1:
+        raise device.NotRunError("the loop by hand is one process")
     rank = int(os.environ.get("LOCAL_RANK", "0"))
     there = torch.device(device.kind(), rank)
     if strategy != "single" and not dist.is_initialized():

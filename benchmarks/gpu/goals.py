@@ -22,18 +22,24 @@ _LEAST_GB_S = {
     ("25 MB", "int8"): 300, ("1024 MB", "int8"): 800, ("25 MB", "powersgd:4"): 150, ("1024 MB", "powersgd:4"): 500
 }  # fmt: skip
 
+_VERDICTS = {True: "reached", False: "missed", None: "unknown"}
+_Goal = tuple[str, str, str, bool | None]
+
 
 def goals(records: Mapping[str, Mapping[str, Any]]) -> list[dict[str, str]]:
-    """Returns a row for each goal of which something was measured: ``goal``, ``wanted``, ``seen``, ``verdict``."""
+    """Returns a row for each goal: ``goal``, ``wanted``, ``seen``, ``verdict`` (reached, missed, unknown).
+
+    What compares two loops is a goal once both were measured.
+    """
     rows = [r["value"] for r in records.values() if r["status"] == "ok" and isinstance(r["value"], dict)]
     averages = str((records.get("averages") or {}).get("value"))
     return [
-        {"goal": goal, "wanted": wanted, "seen": seen, "verdict": "reached" if is_reached else "missed"}
+        {"goal": goal, "wanted": wanted, "seen": seen, "verdict": _VERDICTS[is_reached]}
         for goal, wanted, seen, is_reached in (*_of_rows(rows), *_of_averages(averages))
     ]
 
 
-def _of_rows(rows: list[dict[str, str]]) -> Iterator[tuple[str, str, str, bool]]:
+def _of_rows(rows: list[dict[str, str]]) -> Iterator[_Goal]:
     speeds = {
         (row["size"], row["strategy"], row["compile"], row["tokens per step"], row["loop"]): float(row["tokens/s"])
         for row in rows
@@ -63,14 +69,19 @@ def _of_rows(rows: list[dict[str, str]]) -> Iterator[tuple[str, str, str, bool]]
             yield _of(f"{where}, of single", speed / single, least_of_single)
         waits = row["host waits per step"]
         yield f"host waits of {where}", "0", waits, float(waits) == 0
+    known = {key[:3] for key in speeds if key[-1].startswith("Engine")}
+    for compiled, least_mfu in _LEAST_MFU.items():
+        for size, least in least_mfu.items():
+            if (size, "single", compiled) not in known:
+                yield f"MFU of {size} single{', compiled' * (compiled == 'yes')}", f">= {least:g}%", "", None
 
 
-def _of(goal: str, share: float, least: float) -> tuple[str, str, str, bool]:
+def _of(goal: str, share: float, least: float) -> _Goal:
     return goal, f">= {least:.2f}", f"{share:.3f}", share >= least
 
 
-def _of_averages(seen: str) -> Iterator[tuple[str, str, str, bool]]:
+def _of_averages(seen: str) -> Iterator[_Goal]:
     for (size, method), least in _LEAST_GB_S.items():
         rate = re.search(rf"\b{re.escape(size)} {re.escape(method)}[^:;]*: ([\d.]+) GB/s", seen)
-        if rate is not None:
-            yield f"{method} of {size}", f">= {least} GB/s", f"{rate[1]} GB/s", float(rate[1]) >= least
+        seen_here, is_reached = (f"{rate[1]} GB/s", float(rate[1]) >= least) if rate else ("", None)
+        yield f"{method} of {size}", f">= {least} GB/s", seen_here, is_reached

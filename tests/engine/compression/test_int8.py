@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from polyphase.engine.compression.int8 import _Fused, _Noise, passes_of
+from polyphase.engine.compression.int8 import _Fused, _Noise, _Passes, passes_of
 
 
 def test_the_rounding_is_unbiased():
@@ -20,6 +20,38 @@ def test_the_rounding_is_unbiased():
     assert errors.abs().max() < 1.001 * step
     # The standard deviation of a mean of that many errors, which are at most half a step on average.
     assert errors.mean(0).abs().max() < 4 * 0.5 * step / num_steps**0.5
+
+
+@pytest.mark.parametrize("keeps_rest", [True, False])
+def test_compiled_passes_have_equal_bits_and_one_graph_for_all_sizes(keeps_rest, monkeypatch):
+    num_ranks, block, passes = 4, 256, _Passes(256)
+    for name in ("_quantize", "_requantize", "_mean", "_dequantize"):
+        fused = getattr(passes, name)  # by torch's graphs alone: there may be no compiler of C++
+        fused._compiled = torch.compile(fused.function, dynamic=True, fullgraph=True, backend="aot_eager")
+    monkeypatch.setattr(_Fused, "is_possible", staticmethod(lambda tensor: True))
+
+    def computed(values: Tensor) -> list[Tensor]:
+        num_blocks = values.size(1) // block
+        noise = _Noise(torch.arange(num_blocks, dtype=torch.int32), 12345)
+        sent, again = (values.new_empty(rows, (block + 4) * num_blocks, dtype=torch.uint8) for rows in (num_ranks, 1))
+        left, back = values.clone(), torch.empty_like(values)
+        passes.quantize(left, noise, sent, keeps_rest)
+        rest = passes.requantize(sent, noise, again, torch.float32, keeps_rest)
+        passes.dequantize(sent, back)
+        results = [sent, again, passes.average(sent, torch.float32), back]
+        return [*results, left, rest] if rest is not None else results
+
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        passes.compile(torch.empty(0), num_ranks, keeps_rest=keeps_rest)
+        assert passes.is_compiled
+        for num_blocks in (2, 77):
+            values = torch.randn(num_ranks, block * num_blocks, generator=torch.Generator().manual_seed(num_blocks))
+            compiled = computed(values)
+            with monkeypatch.context() as eager:
+                eager.setattr(_Fused, "is_wanted", False)
+                expected = computed(values)
+            assert all(map(torch.equal, compiled, expected))
+    torch._dynamo.reset()
 
 
 def test_what_cannot_be_compiled_is_computed_as_it_is(monkeypatch):
