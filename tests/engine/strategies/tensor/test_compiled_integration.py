@@ -1,4 +1,4 @@
-"""Compiled blocks whose layers are split: one graph for all of them, without a break, and weights of eager steps."""
+"""Compiled blocks: one graph for all of them, without a break, also beside other flags, and weights of eager steps."""
 
 import json
 from pathlib import Path
@@ -38,13 +38,15 @@ class Counts(Callback):
             self.path.write_text(json.dumps([self.graphs, breaks]))
 
 
-def weights(strategy: str, devices: int, compile: bool, path: Path) -> dict[str, torch.Tensor]:
+def weights(strategy: str, devices: int, compile: bool, path: Path, **more: Any) -> dict[str, torch.Tensor]:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     torch.manual_seed(0)
     module = ByteGPT(num_layers=3, num_heads=2, dim=16, context_length=16)
-    tokens = torch.randint(0, 255, (16, 17), generator=torch.Generator().manual_seed(1))
-    flags = {**QUIET, "max_steps": 4, "accelerator": "cpu", "callbacks": [Counts(path)]}
+    tokens = torch.randint(
+        0, 255, (7 * devices, 17), generator=torch.Generator().manual_seed(1)
+    )  # the last batch is shorter
+    flags = {**QUIET, "max_steps": 4, "accelerator": "cpu", "callbacks": [Counts(path)], **more}
     engine = Engine(strategy=strategy, devices=devices, compile=compile, **flags)
     engine.fit(module, torch.utils.data.DataLoader(tokens, batch_size=4), torch.utils.data.DataLoader(tokens[:4]))
     return module.state_dict()
@@ -59,6 +61,24 @@ def test_blocks_share_one_graph(strategy, devices, tmp_path, monkeypatch):
     eager_graphs(monkeypatch)
     compiled = weights(strategy, devices, True, tmp_path / "graphs.json")
     assert json.loads((tmp_path / "graphs.json").read_text()) == [[2] * 4, []]  # one of them for validation
+    torch.testing.assert_close(compiled, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "devices", "flags"),
+    [
+        ("tp_fork", 2, {"activation_checkpointing": "selective"}),
+        ("fsdp_fork", 2, {"compression": "int8"}),
+        ("hsdp_fork:replicate=2", 4, {"compression": "bf16", "activation_checkpointing": "selective"}),
+    ],
+)
+def test_flags_beside_compile_need_no_other_graphs(strategy, devices, flags, tmp_path, monkeypatch):
+    expected = weights(strategy, devices, False, tmp_path / "eager.json", **flags)
+    eager_graphs(monkeypatch)
+    compiled = weights(strategy, devices, True, tmp_path / "graphs.json", **flags)
+    graphs, breaks = json.loads((tmp_path / "graphs.json").read_text())
+    assert graphs[1:] == [graphs[1]] * 3
+    assert not breaks
     torch.testing.assert_close(compiled, expected, rtol=0, atol=1e-6)
 
 
