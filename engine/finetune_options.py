@@ -8,7 +8,7 @@ FINETUNES = {
     "none": "the module is trained as it is",
     "lora": "all of it is frozen, and two small matrices beside each linear layer are trained",
 }
-"""What is trained, by name."""
+"""Values of the flag by name, with what each trains."""
 
 ALL_LINEAR = "all-linear"
 

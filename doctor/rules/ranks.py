@@ -191,7 +191,7 @@ _REMEDIES = {
     "diloco": "diloco:overlap_steps=N, an exchange beside training; or a larger sync_every",
     "ps": "a larger ps:staleness",
 }
-"""What a strategy can do to send less, besides `compression`."""
+"""Ways to send less by strategy, besides `compression`."""
 
 
 def _less_communication(info: RankInfo) -> str:

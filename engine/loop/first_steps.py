@@ -117,7 +117,7 @@ class FirstSteps:
     # --- before
 
     def _warn_unchecked(self, module: LightningModule) -> None:
-        """Of split sequences a wrong gradient can't be seen from the loss."""
+        """Warns where sequences are split: there a wrong gradient can't be seen from the loss."""
         if self._trainer.strategy.layout.cp > 1 and not self._trainer.is_trial:
             rank_zero_warn(
                 f"check_first_steps=False: under {adapt(self._trainer.strategy)!r} code of {type(module).__name__} that"

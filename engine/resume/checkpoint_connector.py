@@ -543,7 +543,7 @@ class CheckpointConnector(_CheckpointConnector):  # Lightning: Trainer._checkpoi
             ) from None
 
     def _about_adapters(self) -> str:
-        """What to do where the checkpoint has adapters of the flag `finetune` and the run has not, or the other way."""
+        """Says what to do where either the checkpoint or the run has adapters of the flag `finetune`."""
         saved = Adapters.of(self._loaded_checkpoint.get("callbacks"))
         has_adapters = any(callback.state_key == ADAPTERS for callback in self.trainer.callbacks)
         if saved is not None and not has_adapters:
