@@ -139,6 +139,7 @@ class Counted(Net):
         self.counts += torch.tensor(of_ranks).sum(0)
 
 
+@pytest.mark.filterwarnings("ignore:check_first_steps=False")  # its own copy would be counted, too
 @pytest.mark.parametrize(
     ("strategy", "devices", "block", "num_sent"),
     [
