@@ -314,7 +314,7 @@ class AsyncCheckpointer:
             return self.ranks
         if self._group_of is not dist.group.WORLD:
             self._group_of = dist.group.WORLD
-            with noting_connections(None):
+            with noting_connections():
                 group = dist.new_group(backend="gloo", timeout=self.connect_timeout)
             if self.connect_timeout is not None:
                 group.set_timeout(default_pg_timeout)

@@ -282,7 +282,7 @@ class CommHook(ABC):
         group = None
         if self._background is not None and self._background.device.type == "cpu":
             # The worker thread needs its own group: its collectives have no fixed order to those of other threads.
-            with noting_connections(None):
+            with noting_connections():
                 group = dist.new_group(timeout=timeout)
         if self.wire is None:
             self.wire = CountingGroup(group)

@@ -10,13 +10,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 
-__all__ = ["MEETING_AGAIN", "cut_connections", "noting_connections"]
+__all__ = ["MEETING_AGAIN", "cut_connections", "keep_connections_to", "noting_connections"]
 
 MEETING_AGAIN = timedelta(seconds=5)
 """The limit for ranks that wait for each other to connect: gloo takes five times as long if one ends meanwhile."""
 
 _noted: set[tuple[int, int]] = set()
 """File descriptors and inodes: another file may have the number of one that was closed."""
+_kept_ports: set[int] = set()
+
+
+def keep_connections_to(port: int) -> None:
+    """Leaves connections to the job's store alone: another thread may make one at any time."""
+    _kept_ports.add(port)
 
 
 def _sockets() -> set[tuple[int, int]]:
@@ -31,17 +37,13 @@ def _sockets() -> set[tuple[int, int]]:
 
 
 @contextmanager
-def noting_connections(store_port: int | None) -> Iterator[None]:
-    """Notes the connections that are made in this context as those of a group.
-
-    Args:
-        store_port: the port of the job's store, to which another thread may connect meanwhile; None if unknown.
-    """
+def noting_connections() -> Iterator[None]:
+    """Notes the connections that are made in this context as those of a group."""
     before = _sockets()
     yield
     for number, inode in _sockets() - before:
         with suppress(OSError), socket.socket(fileno=os.dup(number)) as copy:
-            if copy.getpeername()[1] != store_port:
+            if copy.getpeername()[1] not in _kept_ports:
                 _noted.add((number, inode))
 
 

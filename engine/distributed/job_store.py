@@ -34,6 +34,7 @@ __all__ = [
     "SignedStore",
     "StoreLostError",
     "accept_probes",
+    "address_of",
     "end_threads",
     "own_port",
     "parsed",
@@ -187,7 +188,7 @@ class _StoreLine:
     def _is_lost(self) -> bool:
         if self.waited_s < self.patience_s:
             return False
-        return self.waited_s >= _LONGEST_S or probe(*_address(self.store)) != ProcessState.LIVES
+        return self.waited_s >= _LONGEST_S or probe(*address_of(self.store)) != ProcessState.LIVES
 
     def _start(self) -> None:
         """Starts the thread that makes the calls, if this process (it may be a fork) has none yet."""
@@ -233,11 +234,12 @@ def _serve(requests: "SimpleQueue[Any]") -> None:
 
 def place_of(store: Any) -> str:
     """Names a store in a message, with its address if it has one."""
-    host, port = _address(store)
+    host, port = address_of(store)
     return f"the job's key-value store at {host}:{port}" if host else "the job's key-value store"
 
 
-def _address(store: Any) -> tuple[str, int]:
+def address_of(store: Any) -> tuple[str, int]:
+    """Returns the host and port of a store; an empty host and 0 without."""
     while hasattr(store, "underlying_store"):  # torch: PrefixStore
         store = store.underlying_store
     return (store.host, store.port) if hasattr(store, "host") else ("", 0)

@@ -545,10 +545,11 @@ class RankLoss:
         keys = [f"polyphase/losses/{self._generation}/here/{rank}" for rank in ranks]
         rank = self._members.index(self._me)
         job.write(keys[rank], {})
-        while not job.has(*keys):
-            if self._lost():
-                raise LostRankError
-            time.sleep(_TICK_S)
+        with waiting("the ranks that are left"):
+            while not job.has(*keys):
+                if self._lost():
+                    raise LostRankError
+                time.sleep(_TICK_S)
         store = dist.PrefixStore(f"generation/{self._generation}", job.store.clone())
         adapt(self._trainer.strategy).regroup([self._devices[member] for member in ranks], rank, store)
         self.watchdog.meet_again(len(ranks))

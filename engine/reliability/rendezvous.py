@@ -24,6 +24,7 @@ import psutil
 import torch.distributed as dist
 from typing_extensions import TypedDict
 
+from ..distributed.connections import keep_connections_to
 from ..distributed.environment import own_address
 from ..distributed.job_store import (
     CausedByRank,
@@ -31,6 +32,7 @@ from ..distributed.job_store import (
     JobStore,
     ProcessState,
     accept_probes,
+    address_of,
     own_port,
     probe,
     signed,
@@ -407,6 +409,7 @@ def connect(store: dist.Store, rank: int, world_size: int) -> JobStore:
     """Makes `store` the job's store of this process, and registers this rank in it."""
     # Another connection, since torch waits in that of `store`.
     job = JobStore(store.clone(), rank, world_size)  # type: ignore[attr-defined]
+    keep_connections_to(address_of(store)[1])
     job.write(_process_key(rank), this_process())
     _current[os.getpid()] = job
     return job

@@ -115,6 +115,7 @@ class Watchdog:
         self._run = str(next(_runs)) if world_size > 1 else ""
         self._place: dict[str, Any] = {}
         self._clock = self._since = self._before = 0.0
+        self._ended: list[int] = []
         self._failed_at: float | None = None
         self._lost_at: float | None = None
         self._loss: RuntimeError | None = None
@@ -319,7 +320,7 @@ class Watchdog:
         self._run += "+"
         job = current_job()
         assert job is not None
-        self.peers, self.world_size = self._registry(job), num_ranks
+        self.peers, self.world_size, self._ended = self._registry(job), num_ranks, []
 
     def _check_other_hosts(self, peers: RankRegistry) -> bool:
         """Continues without lost ranks of other machines, or ends the run; returns whether a rank has no heartbeat."""
@@ -365,13 +366,14 @@ class Watchdog:
         if peers is None or self._timeout_s is None or not self._strategy.survives_losses:
             return False
         ended = peers.ended_ranks()  # a loss after which the others have not met yet
+        if ended != self._ended:  # who has waited for a lost rank until now has not been late
+            self._ended, self._since = ended, self._clock
+            return True
         present = {r: position for r, position in reports.items() if position["phase"] != LEFT and r not in ended}
         late = behind(present)
         patience_s = self._longest_s(self._timeout_s, []) + _ANSWER_S
-        if len(present) + len(ended) < self.world_size:
+        if len(present) + len(ended) < self.world_size or len(late) == len(present):
             return False  # who is at fault is not known
-        if len(late) == len(present):  # likewise, unless one has just ended, and the others are about to meet
-            return bool(ended) and still_s < patience_s + _ANSWER_S
         if rank not in late and still_s < patience_s:
             return True
         words = f"{in_words(late)}: no progress for {still_s:.0f} s, and the others go on without"

@@ -411,7 +411,7 @@ class DistributedStrategy(EngineStrategy):
         if rank == 0:  # this error can say which ranks are missing
             wait_for_all(job, timeout)
         on_device = self.connects_devices and strategy.root_device.type != "cpu"
-        with noting_connections(strategy.cluster_environment.main_port):
+        with noting_connections():
             dist.init_process_group(
                 strategy._get_process_group_backend(),  # Lightning: DDPStrategy and ModelParallelStrategy have it
                 store=store,
@@ -470,7 +470,7 @@ class DistributedStrategy(EngineStrategy):
         set_local_rank(rank, len(devices))
         strategy.set_world_ranks()
         connect(store, rank, len(devices))
-        with noting_connections(strategy.cluster_environment.main_port):
+        with noting_connections():
             dist.init_process_group(
                 strategy._get_process_group_backend(),  # Lightning: see `_connect_ranks`
                 store=store,
@@ -580,7 +580,7 @@ class MeshStrategy(DistributedStrategy, CommHookMixin, ModelParallelStrategy):
         self._setup_distributed()
         end_group_at_exit()
         sizes = tuple(self.layout.axes[axis] for axis in self.mesh_axes)
-        with noting_connections(self.cluster_environment.main_port):
+        with noting_connections():
             self._device_mesh = init_device_mesh(self.root_device.type, sizes, mesh_dim_names=self.mesh_axes)
         for axis in self.mesh_axes:  # torch: some of a mesh's groups have another default, of 10 or 30 minutes
             self._device_mesh.get_group(axis).set_timeout(self._timeout or default_pg_timeout)

@@ -395,6 +395,26 @@ def test_a_rank_that_hangs_is_lost_to_the_others(tmp_path, capfd, victim, point)
     assert ("time.sleep(1000)" in shown) == (point == "sleeps"), "its stack"
 
 
+class Untidy(Net):
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        try:
+            super().backward(loss, *args, **kwargs)
+        except RuntimeError:  # another rank is lost
+            time.sleep(2)
+            raise
+
+
+class OneLoss(Hangs):
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        assert [event.ranks for event in trainer.rank_losses] == [[self.rank]]
+
+
+@pytest.mark.parametrize(("victim", "point"), [(1, "sleeps"), (0, "stopped")])
+def test_who_waited_for_a_rank_that_hangs_may_take_seconds_to_notice_its_loss(victim, point):
+    engine = fit(Untidy(), on_rank_loss="continue", callbacks=[OneLoss(victim, point)], hang_timeout_s=5)
+    assert engine.global_step == EPOCHS * -(-SIZE // BATCH)
+
+
 class OwnGroup(Callback):
     """Rank 0 waits for rank 1 in a group that a hook has made, while rank 1 goes on without rank 2."""
 
