@@ -21,7 +21,7 @@ _kept_ports: set[int] = set()
 
 
 def keep_connections_to(port: int) -> None:
-    """Leaves connections to the job's store alone: another thread may make one at any time."""
+    """Leaves connections to the job's store, and of it, alone: another thread may make one at any time."""
     _kept_ports.add(port)
 
 
@@ -43,7 +43,7 @@ def noting_connections() -> Iterator[None]:
     yield
     for number, inode in _sockets() - before:
         with suppress(OSError), socket.socket(fileno=os.dup(number)) as copy:
-            if copy.getpeername()[1] not in _kept_ports:
+            if not _kept_ports & {copy.getpeername()[1], copy.getsockname()[1]}:
                 _noted.add((number, inode))
 
 
