@@ -120,6 +120,7 @@ ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
     "torch.ops.aten": (
         "_local_scalar_dense",
         "_log_softmax",
+        "_prelu_kernel_backward",
         "_scaled_dot_product_cudnn_attention",
         "_scaled_dot_product_efficient_attention",
         "_scaled_dot_product_flash_attention",

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from ..._compat.torch import DTensorSpec, tree_leaves, tree_map_only
 from ...distributed.buckets import local_part
 from ..contents import begin_count, end_count, num_writes
+from ..operator_rules import install_reductions, restore_operator_rules
 from ..whole_steps import GATHERED, check_assignment
 from .unit_order import READ, WRITE, UnitOrder
 
@@ -256,7 +257,7 @@ class _Writes:
 #
 # DTensor's `item` returns the local value: of a norm or sum that is not reduced yet, the value of the rank's own shard.
 # So an optimizer that reads it (LARS, LAMB) would scale each shard of a parameter differently. Here each such number is
-# one all-reduce of 4 bytes on all ranks.
+# one all-reduce of 4 bytes on all ranks. `p.norm(dim=0).sum()` and `(p > 1).any(0).sum()` are those of the whole, too.
 #
 # Each number that Lightning's `grad_norm` returns is such a number, too. The function stacks DTensors, which torch
 # can't do. Users import it before a run, so its code object is replaced during a run.
@@ -266,7 +267,7 @@ _dispatcher: Any = DTensor._op_dispatcher  # torch: DTensor._op_dispatcher
 
 
 def read_whole_numbers(order: UnitOrder | None) -> None:
-    """Makes `item` of a DTensor reduce it first, and checks torch's own reductions, until `give_back_numbers`.
+    """Makes reductions and `item` of a DTensor those of the whole, and checks torch's own, until `give_back_numbers`.
 
     Args:
         order: checks that all ranks make these reductions in the same order; None: no check.
@@ -286,9 +287,11 @@ def read_whole_numbers(order: UnitOrder | None) -> None:
             order.check(READ)
         type(_dispatcher).redistribute_local_args(operation, arguments, *args)
 
+    install_reductions()
     _dispatcher._custom_op_handlers[_ITEM] = item  # torch: OpDispatcher._custom_op_handlers
     vars(_dispatcher)["redistribute_local_args"] = redistribute  # torch: OpDispatcher.redistribute_local_args
     grad_norm.__code__ = _grad_norm.__code__
+    DTensor.__format__ = _formatted  # type: ignore[method-assign]
 
 
 def _communicates(operation: Any, arguments: Any) -> bool:
@@ -303,9 +306,16 @@ def _communicates(operation: Any, arguments: Any) -> bool:
 
 def give_back_numbers() -> None:
     """Restores torch's functions."""
+    restore_operator_rules()
     _dispatcher._custom_op_handlers.pop(_ITEM, None)
     vars(_dispatcher).pop("redistribute_local_args", None)
     grad_norm.__code__ = _LIGHTNINGS
+    DTensor.__format__ = Tensor.__format__  # type: ignore[method-assign]
+
+
+def _formatted(tensor: DTensor, spec: str) -> str:
+    """torch's `Tensor.__format__`, which knows plain tensors only: for `f"{p.norm():.3f}"`."""
+    return format(tensor.item(), spec) if tensor.ndim == 0 else object.__format__(tensor, spec)
 
 
 _LIGHTNINGS = grad_norm.__code__

@@ -47,10 +47,10 @@ from ..collectives import NoSharedSamples
 from ..contents import begin_count, in_tuples, num_writes
 from ..fsdp.shard_checks import explained
 from ..fsdp.strategy import FSDP
+from ..operator_rules import install_operator_rules
 from ..options import FSDPOptions, FSDPTPOptions, HSDPOptions, HSDPTPOptions, TPOptions
 from ..step_guard import StepSnapshot
 from ..whole_steps import plain_as_replicas
-from .operator_rules import install_operator_rules, restore_operator_rules
 from .plan import make_plan
 from .styles import (
     FusedColwise,
@@ -171,7 +171,6 @@ class TensorParallel(FSDP):
     def setup(self, trainer: Trainer) -> None:
         """Splits the module, unless an earlier `fit` has, and creates the optimizers of the split parameters."""
         install_operator_rules()
-        self._while_running.callback(restore_operator_rules)
         self._collectives = NoSharedSamples(self.layout.num_sharing, self.split_axis)
         super().setup(trainer)
         self._equalise_random_state()

@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 from torch import nn
 from torch.multiprocessing import ProcessRaisedException
+from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from ..parity import largest_difference
@@ -66,19 +67,48 @@ class Hook(Callback):
         self.function(module, trainer.optimizers[0])
 
 
-def fitted(strategy, make_optimizer=adamw, callbacks=(), kind=Net):
+def fitted(strategy, make_optimizer=adamw, callbacks=(), kind=Net, devices=2):
     module = kind(make_optimizer)
-    size = SIZE if strategy in ("tp", "pp") else SIZE // 2
-    trainer = engine(strategy=f"{strategy}_fork", devices=2, callbacks=list(callbacks), check_first_steps=False)
+    size = SIZE if strategy in ("tp", "pp") else SIZE // devices
+    trainer = engine(strategy=f"{strategy}_fork", devices=devices, callbacks=list(callbacks), check_first_steps=False)
     trainer.fit(module, DataLoader(data(), size))
     return module.state_dict()
 
 
-# --- state
-
-
 def set_rate(optimizer, rate):
     optimizer.param_groups[0]["lr"] = rate
+
+
+# --- weights
+
+
+def rate_by_norms(module, optimizer):
+    set_rate(optimizer, 0.4 / sum(p.norm(dim=0).sum().item() for p in module.parameters()))
+
+
+def rate_by_truths(module, optimizer):
+    set_rate(optimizer, 0.4 / sum((p > -1).any(0).sum().item() for p in module.parameters()))
+
+
+def rate_by_losses(module, optimizer):
+    losses = [functional.mse_loss(p, torch.zeros(p.shape)) for p in module.parameters() if p.numel() > 1]
+    set_rate(optimizer, 0.02 / (1 + float(torch.stack(losses).sum())))
+
+
+def rate_by_text(module, optimizer):
+    set_rate(optimizer, 0.4 / sum(float(f"{p.norm():.6f}") for p in module.parameters()))
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("reads", [rate_by_norms, rate_by_truths, rate_by_losses, rate_by_text])
+@pytest.mark.parametrize(("strategy", "devices"), [("fsdp", 2), ("fsdp", 4), ("hsdp", 4), ("tp", 2)])
+def test_hooks_see_the_values_of_whole_parameters(strategy, devices, reads):
+    callback = Hook("on_train_batch_end", reads)
+    expected = plain_loop(adamw, on_train_batch_end=reads)
+    assert largest_difference(fitted(strategy, callbacks=[callback], devices=devices), expected) <= 1e-5
+
+
+# --- state
 
 
 def halve_moments(module, optimizer):

@@ -19,8 +19,9 @@ from torchmetrics import MeanSquaredError
 
 from polyphase.engine import Engine
 from polyphase.engine.data.packing import PackSequences
+from polyphase.engine.strategies.fsdp.written_parameters import give_back_numbers, read_whole_numbers
+from polyphase.engine.strategies.operator_rules import install_operator_rules
 from polyphase.engine.strategies.tensor.context import SequenceFunctions, weighing_absolute_errors
-from polyphase.engine.strategies.tensor.operator_rules import install_operator_rules, restore_operator_rules
 from polyphase.engine.strategies.tensor.ring import ring_attention
 from polyphase.engine.strategies.whole_steps import plain_as_replicas
 from polyphase.models import ByteGPT
@@ -184,6 +185,15 @@ def functions(time: int) -> dict[str, Callable[[Tensor], Tensor]]:
             .square()
             .sum()
         ),
+        "hard functions": lambda x: (
+            (functional.hardswish(x) + functional.hardtanh(x) + functional.hardsigmoid(x) + functional.relu6(x)) * y
+        ).sum(),
+        "shrinking functions": lambda x: ((functional.hardshrink(x) + functional.softshrink(x)) * y).sum(),
+        "a learned slope": lambda x: (functional.prelu(x, torch.tensor([0.2])) * y).sum(),
+        "learned slopes": lambda x: (functional.prelu(x.mT, weight).mT * y).sum(),
+        "local response": lambda x: (functional.local_response_norm(x.mT, 3).mT * y).sum(),
+        "taken": lambda x: x.take(index.flatten()).square().sum(),
+        "norms over time": lambda x: x.norm(dim=1).sum().square(),
         "log of sigmoids": lambda x: functional.logsigmoid(x).sum(),
         "dropout": lambda x: (functional.dropout(x, 0.3) * y).sum(),
         "dropout of another layout": lambda x: (
@@ -228,6 +238,7 @@ def functions(time: int) -> dict[str, Callable[[Tensor], Tensor]]:
 def _compared(rank: int, time: int, folder: Path) -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     install_operator_rules()
+    read_whole_numbers(None)
     wrong = []
     for name, function in functions(time).items():
         torch.manual_seed(1)
@@ -249,7 +260,7 @@ def _compared(rank: int, time: int, folder: Path) -> None:
         ):
             wrong.append(name)
         dist.barrier()
-    restore_operator_rules()
+    give_back_numbers()
     (folder / str(rank)).write_text(repr(wrong))
 
 

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, Dataset
 from polyphase.callbacks import CommunicationMonitor
 from polyphase.engine import Engine
 from polyphase.engine.checkpoint import load_checkpoint
-from polyphase.engine.strategies.tensor.operator_rules import install_operator_rules
+from polyphase.engine.strategies.operator_rules import install_operator_rules
 from polyphase.engine.strategies.tensor.plan import make_plan
 from polyphase.engine.strategies.tensor.styles import FusedColwise
 from polyphase.models.transformer import Block

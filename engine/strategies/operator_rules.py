@@ -6,12 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.placement_types import Placement
 
 # torch: the types of its sharding rules. A `_StridedShard` is the placement of several blocks of rows on each rank.
-from ..._compat.torch import (
+from .._compat.torch import (
     DTensorSpec,
     OpSchema,
     OpSpec,
@@ -21,61 +21,83 @@ from ..._compat.torch import (
     tree_leaves,
     tree_map_only,
 )
-from ..whole_steps import on_whole
+from .whole_steps import on_whole
 
-__all__ = ["install_operator_rules", "restore_operator_rules"]
+__all__ = ["install_operator_rules", "install_reductions", "restore_operator_rules"]
 
 aten = torch.ops.aten
 _ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default
 _ATTENTION_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 _SCANS = (aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default)
-_ON_WHOLE = (
-    *(aten.any.default, aten.any.dim, aten.any.dims),
-    *(aten.nll_loss_forward.default, aten.nll_loss_backward.default),
+_SUMS = (aten.sum.default, aten.sum.dim_IntList)
+_ANY = (aten.any.default, aten.any.dim, aten.any.dims)
+_LOSSES = {
+    aten.mse_loss.default: 2,
+    aten.smooth_l1_loss.default: 2,
+    aten.huber_loss.default: 2,
+    aten.soft_margin_loss.default: 2,
+    aten.binary_cross_entropy.default: 3,
+    aten.binary_cross_entropy_with_logits.default: 4,
+}
+"""Losses of each element, with the place of the argument `reduction`."""
+_ON_WHOLE = (aten.nll_loss_forward.default, aten.nll_loss_backward.default)
+"""Operators of which torch adds up what it may not: means over the samples that count."""
+_ELEMENTWISE_BACKWARD = (
+    *(aten.hardsigmoid_backward.default, aten.hardswish_backward.default, aten.hardtanh_backward.default),
+    *(aten.hardshrink_backward.default, aten.softshrink_backward.default),
 )
-"""Operators of which torch adds up what it may not: truth values, and means over the samples that count."""
 _LOSSES_BACKWARD = (
-    aten.mse_loss_backward.default,
-    aten.smooth_l1_loss_backward.default,
-    aten.huber_loss_backward.default,
-    aten.soft_margin_loss_backward.default,
+    *(aten.mse_loss_backward.default, aten.smooth_l1_loss_backward.default),
+    *(aten.huber_loss_backward.default, aten.soft_margin_loss_backward.default),
 )
 _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.view_copy.default, aten.reshape.default)
 
 
+_dispatcher: Any = DTensor._op_dispatcher
+_handlers = _dispatcher._custom_op_handlers  # torch: functions that run an operator in place of its own dispatch
+_rules = _dispatcher.sharding_propagator.op_strategy_funcs
+
+
+def install_reductions() -> None:
+    """Installs the rules for sums, means and truth values in DTensor, until `restore_operator_rules`.
+
+    They hold wherever a program meets a DTensor: in a layer whose weights are split, and in a hook or an optimizer.
+    """
+    _register_losses()
+    _wrap(_sum, _SUMS)
+    _wrap(_any, _ANY)
+
+
 def install_operator_rules() -> None:
-    """Installs the rules below in DTensor, until `restore_operator_rules`."""
-    if _replaced:
-        return
-    dispatcher: Any = DTensor._op_dispatcher
-    handlers = dispatcher._custom_op_handlers  # torch: functions that run an operator in place of its own dispatch
-    rules = dispatcher.sharding_propagator.op_strategy_funcs
+    """Installs the rules below, for activations that are split, too."""
     _register_attention()
     _register_chunked_loss()
-    _register_losses()
-    for table, replacements in (
-        (handlers, dict.fromkeys((_ATTENTION, _ATTENTION_BACKWARD), _with_mask_cut)),
-        (handlers, {aten._local_scalar_dense.default: _number, aten.fill_.Scalar: _fill}),
-        (handlers, dict.fromkeys(_random_operators(), _draw)),
-        (rules, {operator: functools.partial(_scan, rules[operator]) for operator in _SCANS}),
-        (rules, {operator: functools.partial(_on_whole, rules[operator]) for operator in _ON_WHOLE}),
-        (rules, {operator: functools.partial(_view, rules[operator]) for operator in _VIEWS}),
-        (
-            rules,
-            {
-                operator: functools.partial(_cat, rules[operator])
-                for operator in (aten.cat.default,)
-                if operator in rules
-            },
-        ),
-    ):
-        _replaced.extend((table, operator, table.get(operator)) for operator in replacements)
-        table.update(replacements)
+    _register_activations()
+    _replace(_handlers, dict.fromkeys((_ATTENTION, _ATTENTION_BACKWARD), _with_mask_cut))
+    _replace(_handlers, {aten.fill_.Scalar: _fill})
+    _replace(_handlers, dict.fromkeys(_random_operators(), _draw))
+    _wrap(_scan, _SCANS)
+    _wrap(_on_whole, _ON_WHOLE)
+    _wrap(_view, _VIEWS)
+    _wrap(_cat, (aten.cat.default,))
+
+
+def _wrap(rule: Callable[..., Any], operators: tuple[Any, ...]) -> None:
+    _replace(
+        _rules, {operator: functools.partial(rule, _rules[operator]) for operator in operators if operator in _rules}
+    )
+
+
+def _replace(table: dict[Any, Any], rules: dict[Any, Any]) -> None:
+    for operator, rule in rules.items():
+        if operator not in _replaced:
+            _replaced[operator] = table, table.get(operator)
+            table[operator] = rule
 
 
 def restore_operator_rules() -> None:
     """Restores torch's rules. Rules for operators where torch has none stay."""
-    for table, operator, rule in _replaced:
+    for operator, (table, rule) in _replaced.items():
         if rule is None:
             del table[operator]
         else:
@@ -83,8 +105,8 @@ def restore_operator_rules() -> None:
     _replaced.clear()
 
 
-_replaced: list[tuple[dict[Any, Any], Any, Any]] = []
-"""Each replaced rule of torch: its table, the operator, and the rule."""
+_replaced: dict[Any, tuple[dict[Any, Any], Any]] = {}
+"""The replaced rule of torch for an operator, with its table; None: it has none there."""
 
 
 @functools.cache
@@ -126,18 +148,59 @@ def _chunked_loss(x: Any, weight: Any, target: Any, bias: Any, class_weights: An
 
 @functools.cache
 def _register_losses() -> None:
-    """Registers rules for the backward of mean losses: torch divides a rank's part by the number of its own values."""
+    """Registers rules for losses: torch takes the mean of the parts' means, however many values each part has.
+
+    In backward it divides a rank's part by the number of its own values.
+    """
+    for operator, place in _LOSSES.items():
+        register_sharding(operator)(functools.partial(_loss, place))
     for operator in _LOSSES_BACKWARD:
-        register_sharding(operator)(_loss_backward)
+        register_sharding(operator)(_of_whole)
 
 
-def _loss_backward(gradient: Any, x: Any, target: Any, reduction: Any, *rest: Any) -> Any:
-    return [([Replicate()], [Replicate()] * 3 + [None] * (1 + len(rest)))]
+def _loss(place: int, x: Any, *rest: Any) -> Any:
+    reduction = rest[place - 1] if len(rest) >= place else 1
+    tensors = [argument for argument in (x, *rest) if isinstance(argument, DTensorSpec)]
+    is_x_largest = all(torch.broadcast_shapes(tensor.shape, x.shape) == x.shape for tensor in tensors)
+    even = [dim for dim in range(x.ndim) if x.shape[dim] % x.mesh.size() == 0]
+    return _of_whole(x, *rest) + [
+        (
+            [{1: Partial("avg"), 2: Partial("sum")}.get(reduction, Shard(dim))],
+            [_part(argument, dim - x.ndim) if isinstance(argument, DTensorSpec) else None for argument in (x, *rest)],
+        )
+        for dim in even * is_x_largest
+    ]
 
 
-def _number(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Reads a number on the host: that of the whole tensor, where torch has that of the rank's part."""
-    return operator(args[0].full_tensor())
+def _part(tensor: DTensorSpec, dim: int) -> Placement:
+    """The placement of a tensor beside one that is split along a dim, counted from the end, to whose shape it grows."""
+    is_split = tensor.ndim >= -dim and tensor.shape[dim] > 1
+    return Shard(tensor.ndim + dim) if is_split else Replicate()
+
+
+def _of_whole(*args: Any) -> Any:
+    return [([Replicate()], [Replicate() if isinstance(argument, DTensorSpec) else None for argument in args])]
+
+
+@functools.cache
+def _register_activations() -> None:
+    """Registers rules for the backward of activation functions and of a few others, for which torch has none."""
+    for operator in _ELEMENTWISE_BACKWARD:
+        register_sharding(operator)(_elementwise_backward)
+    register_sharding(aten._prelu_kernel_backward.default)(_prelu_backward)
+    register_sharding(aten.avg_pool2d_backward.default)(_of_whole)
+    register_sharding(aten.put.default)(_of_whole)
+
+
+def _elementwise_backward(gradient: Any, x: Any, *numbers: Any) -> Any:
+    placements = (Replicate(), *map(Shard, range(x.ndim)))
+    return [([p], [p, p] + [None] * len(numbers)) for p in placements]
+
+
+def _prelu_backward(gradient: Any, x: Any, weight: Any) -> Any:
+    """Weights: [1, channels, 1, ...], of as many dims as the input."""
+    splits = [([p, p], [p, p, _part(weight, p.dim - x.ndim)]) for p in map(Shard, range(x.ndim))]
+    return [([Replicate()] * 2, [Replicate()] * 3), *splits]
 
 
 def _fill(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -191,6 +254,28 @@ def _as_torch(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     sharding: Any = call.output_sharding
     local = dispatcher._dispatch_get_local_results_slow_path(operator, args, call)
     return args[0] if operator._schema.is_mutable else dispatcher.wrap(local, sharding.output_spec)
+
+
+def _sum(rule: Callable[[OpSchema], Any], schema: OpSchema) -> Any:
+    """torch's rule for sums, which adds norms of parts as if they were parts of the norm."""
+    tensor = schema.args_schema[0]
+    assert isinstance(tensor, OpStrategy)
+    placements = tensor.strategies[0].output_spec.placements
+    is_of_norms = any(placement.is_partial() and type(placement) is not Partial for placement in placements)
+    return _on_whole(rule, schema) if is_of_norms else rule(schema)
+
+
+def _any(rule: Callable[[OpSchema], Any], schema: OpSchema) -> Any:
+    """torch's rule for whether any is true, which adds the truth values of the parts."""
+    tensor = schema.args_schema[0]
+    assert isinstance(tensor, OpStrategy)
+    if any(placement.is_partial() for placement in tensor.strategies[0].output_spec.placements):
+        return _on_whole(rule, schema)
+    result = rule(schema)
+    for option in result.strategies:
+        spec = option.output_spec
+        spec.placements = tuple(Partial("max") if p.is_partial() else p for p in spec.placements)
+    return result
 
 
 def _scan(rule: Callable[[OpSchema], Any], schema: OpSchema) -> Any:
