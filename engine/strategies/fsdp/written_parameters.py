@@ -291,7 +291,7 @@ def read_whole_numbers(order: UnitOrder | None) -> None:
     _dispatcher._custom_op_handlers[_ITEM] = item  # torch: OpDispatcher._custom_op_handlers
     vars(_dispatcher)["redistribute_local_args"] = redistribute  # torch: OpDispatcher.redistribute_local_args
     grad_norm.__code__ = _grad_norm.__code__
-    DTensor.__format__ = _formatted  # type: ignore[method-assign]
+    DTensor.__format__ = _formatted  # type: ignore[method-assign, assignment]
 
 
 def _communicates(operation: Any, arguments: Any) -> bool:
