@@ -47,7 +47,7 @@ _ELEMENTWISE_BACKWARD = (
     *(aten.hardshrink_backward.default, aten.softshrink_backward.default),
 )
 _LOSSES_BACKWARD = (
-    *(aten.mse_loss_backward.default, aten.smooth_l1_loss_backward.default),
+    *(aten.mse_loss_backward.default, aten.smooth_l1_loss_backward.default, aten.binary_cross_entropy_backward.default),
     *(aten.huber_loss_backward.default, aten.soft_margin_loss_backward.default),
 )
 _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.view_copy.default, aten.reshape.default)

@@ -92,7 +92,7 @@ def rate_by_truths(module, optimizer):
 
 def rate_by_losses(module, optimizer):
     losses = [functional.mse_loss(p, torch.zeros(p.shape)) for p in module.parameters() if p.numel() > 1]
-    set_rate(optimizer, 0.02 / (1 + float(torch.stack(losses).sum())))
+    set_rate(optimizer, 0.02 / (1 + float(torch.stack(losses).detach().sum())))
 
 
 def rate_by_text(module, optimizer):
