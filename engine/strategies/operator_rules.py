@@ -79,13 +79,12 @@ def install_operator_rules() -> None:
     _wrap(_scan, _SCANS)
     _wrap(_on_whole, _ON_WHOLE)
     _wrap(_view, _VIEWS)
-    _wrap(_cat, (aten.cat.default,))
+    if aten.cat.default in _rules:
+        _wrap(_cat, (aten.cat.default,))
 
 
 def _wrap(rule: Callable[..., Any], operators: tuple[Any, ...]) -> None:
-    _replace(
-        _rules, {operator: functools.partial(rule, _rules[operator]) for operator in operators if operator in _rules}
-    )
+    _replace(_rules, {operator: functools.partial(rule, _rules[operator]) for operator in operators})
 
 
 def _replace(table: dict[Any, Any], rules: dict[Any, Any]) -> None:
@@ -256,20 +255,22 @@ def _as_torch(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     return args[0] if operator._schema.is_mutable else dispatcher.wrap(local, sharding.output_spec)
 
 
-def _sum(rule: Callable[[OpSchema], Any], schema: OpSchema) -> Any:
-    """torch's rule for sums, which adds norms of parts as if they were parts of the norm."""
+def _first(schema: OpSchema) -> DTensorSpec:
+    """Returns the placements, and the shape, of an operator's first argument."""
     tensor = schema.args_schema[0]
     assert isinstance(tensor, OpStrategy)
-    placements = tensor.strategies[0].output_spec.placements
-    is_of_norms = any(placement.is_partial() and type(placement) is not Partial for placement in placements)
+    return tensor.strategies[0].output_spec
+
+
+def _sum(rule: Callable[[OpSchema], Any], schema: OpSchema) -> Any:
+    """torch's rule for sums, which adds norms of parts as if they were parts of the norm."""
+    is_of_norms = any(p.is_partial() and type(p) is not Partial for p in _first(schema).placements)
     return _on_whole(rule, schema) if is_of_norms else rule(schema)
 
 
 def _any(rule: Callable[[OpSchema], Any], schema: OpSchema) -> Any:
     """torch's rule for whether any is true, which adds the truth values of the parts."""
-    tensor = schema.args_schema[0]
-    assert isinstance(tensor, OpStrategy)
-    if any(placement.is_partial() for placement in tensor.strategies[0].output_spec.placements):
+    if any(placement.is_partial() for placement in _first(schema).placements):
         return _on_whole(rule, schema)
     result = rule(schema)
     for option in result.strategies:
@@ -323,9 +324,7 @@ def _view(rule: Callable[[OpSchema], Any], schema: OpSchema) -> Any:
     then has other elements, for example ``[..., 3 * heads * size]`` as ``[..., heads, 3 * size]``. torch's rule is
     right if the blocks become a separate dim, and the sharded dim gets an ordinary `Shard`.
     """
-    tensor, size, *_ = schema.args_schema
-    assert isinstance(tensor, OpStrategy)
-    spec = tensor.strategies[0].output_spec
+    spec, size = _first(schema), schema.args_schema[1]
     in_blocks = [i for i, placement in enumerate(spec.placements) if isinstance(placement, _StridedShard)]
     try:
         result = rule(schema)
