@@ -87,11 +87,15 @@ class LoggerConnector(_LoggerConnector):  # Lightning: Trainer._logger_connector
 
     def collect(self) -> None:
         """Updates the three dicts of metrics with the last batch that has ended."""
-        if self.results is not None:  # the current batch was cancelled, or has raised
+        if self._is_outdated and self.trainer._results:
+            # The values of a current batch, which was cancelled or has raised, are left out, but kept: under the stock
+            # trainer, too, they can be read in the next `fit` before its first validation batch.
+            latest = [(item, item._forward_cache) for item, _ in self.overwritten]
             for item, value in reversed(self.overwritten):
                 item._forward_cache = value
-        if self._is_outdated and self.trainer._results:
             metrics = self.metrics
+            for item, value in latest:
+                item._forward_cache = value
             if "pbar" not in self._read_dicts:
                 self._progress_bar_metrics.update(metrics["pbar"])
             if "callback" not in self._read_dicts:

@@ -57,6 +57,14 @@ CORNERS = {
     "a value that overflows in the logger": Plan(
         module=(Hook(name="training_step", entries=(Entry(name="step", value="nan"), Entry())),),
     ),
+    "a validation that raised, before another fit": Plan(
+        module=(
+            Hook(name="validation_step", entries=(Entry(on_step=True, on_epoch=False),), does="raise"),
+            Hook(name="transfer_batch_to_device", reads=("logged_metrics",)),
+        ),
+        val_batches=(1,),
+        then="fit",
+    ),
     **{
         f"a tensor overwritten after {reduce_fx}": Plan(
             module=(
