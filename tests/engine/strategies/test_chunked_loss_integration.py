@@ -109,9 +109,7 @@ def test_a_gpt_of_65536_tokens_is_that_of_one_process_where_sequences_are_split(
         expected.training_step(collate(data[first : first + 4]), 0).backward()
         optimizer.step()
     module = pairs()
-    engine = Engine(
-        strategy=flag, devices=num_ranks, accelerator="cpu", max_epochs=1, check_first_steps=True, **QUIET
-    )
+    engine = Engine(strategy=flag, devices=num_ranks, accelerator="cpu", max_epochs=1, check_first_steps=True, **QUIET)
     engine.fit(module, DataLoader(data, batch_size=4 // engine.data_size, collate_fn=collate))
     assert largest_difference(module.state_dict(), expected.state_dict()) <= TOLERANCE
     assert largest_difference(module.state_dict(), pairs().state_dict()) > 100 * TOLERANCE
