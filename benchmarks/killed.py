@@ -6,6 +6,7 @@ the loss of each step and when it was done, a table of the kills, and the larges
 """
 
 import csv
+import json
 import os
 import random
 import signal
@@ -30,7 +31,7 @@ NUM_STEPS = 600
 VICTIMS = ("rank 0", "rank 1", "launcher")
 KILLS = [(60 * number, VICTIMS[number % 3]) for number in range(1, 10)]
 """The step at which to strike, at least, and whom."""
-COMMAND = (sys.executable, "-m", "polyphase.engine", "launch", "--nproc", "2", "--max-restarts", "20", "--")
+COMMAND = (sys.executable, "-m", "polyphase.engine", "launch", "--max-restarts", "20", "--nproc")
 
 
 class Done(NamedTuple):
@@ -57,13 +58,12 @@ class Notes(Callback):
                 file.write(f"{time.time()} {trainer.global_step} {float(outputs['loss'])!r} {os.getpid()}\n")
 
 
-def job(folder: Path) -> None:
-    """The script of a user, which `launch` starts on each rank."""
+def job(folder: Path, **flags: Any) -> None:
+    """The script of a user, which `launch` starts on each rank; `flags` are more of the engine's."""
     seed_everything(0)
     engine = Engine(
         strategy="ddp",
         accelerator="cpu",
-        max_steps=NUM_STEPS,
         resume="auto",
         default_root_dir=folder,
         logger=False,
@@ -72,6 +72,7 @@ def job(folder: Path) -> None:
         enable_model_summary=False,
         limit_val_batches=0,
         callbacks=[Snapshot(folder / "snapshots", every_n_steps=10), Notes(folder)],
+        **{"max_steps": NUM_STEPS, **flags},
     )
     engine.fit(ByteGPT(num_layers=2, num_heads=4, dim=96, context_length=64), PythonSource(64, 8))
     engine.export(folder / "weights.safetensors")
@@ -84,17 +85,17 @@ def steps_of(folder: Path) -> list[Done]:
     return [Done(float(line[0]), int(line[1]), float(line[2]), int(line[3])) for line in lines if len(line) == 4]
 
 
-def start(folder: Path) -> subprocess.Popen[bytes]:
+def start(folder: Path, num_ranks: int = 2, **flags: Any) -> subprocess.Popen[bytes]:
     """Starts the job, or goes on with it."""
-    words = [*COMMAND, "-m", "benchmarks.killed", str(folder)]
+    words = [*COMMAND, str(num_ranks), "--", "-m", "benchmarks.killed", str(folder), json.dumps(flags)]
     with (folder / "output").open("ab") as output:
         return subprocess.Popen(words, stdout=output, stderr=output, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
-def run(folder: Path, kills: list[tuple[int, str]]) -> list[tuple[float, int, str]]:
+def run(folder: Path, kills: list[tuple[int, str]], num_ranks: int = 2, **flags: Any) -> list[tuple[float, int, str]]:
     """Runs the job to its end; returns time, step and victim of each kill."""
     chance, struck = random.Random(0), []
-    process = start(folder)
+    process = start(folder, num_ranks, **flags)
     for at, victim in kills:
         at += chance.randrange(40)
         while (step := max((done.step for done in steps_of(folder)), default=0)) < at:
@@ -105,7 +106,7 @@ def run(folder: Path, kills: list[tuple[int, str]]) -> list[tuple[float, int, st
         os.kill(process.pid if is_launcher else int((folder / victim).read_text()), signal.SIGKILL)
         if is_launcher:
             process.wait()
-            process = start(folder)
+            process = start(folder, num_ranks, **flags)
     assert process.wait() == 0, (folder / "output").read_text()[-3000:]
     return struck
 
@@ -168,4 +169,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    job(Path(sys.argv[1])) if sys.argv[1:] else main()
+    job(Path(sys.argv[1]), **json.loads(sys.argv[2])) if sys.argv[1:] else main()
