@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
@@ -34,7 +35,7 @@ MORE_LAYOUTS = {
     "pp+fsdp 2x2": ("pp+fsdp_fork:microbatches=2", 4),
 }
 """Each of these with the partners only: what opens in one process, and in two, opens in the others, and in itself."""
-ALL_LAYOUTS = LAYOUTS | MORE_LAYOUTS | {"fsdp x1": ("fsdp", 1)}
+ALL_LAYOUTS = LAYOUTS | MORE_LAYOUTS | {"fsdp x1": ("fsdp", 1), "fsdp+cp 2x2": ("fsdp+cp_fork:cp=2", 4)}
 OF_OTHERS = [
     ("fsdp x4", "fsdp x4"),
     ("hsdp 2x2", "hsdp 2x2"),
@@ -113,6 +114,11 @@ class Dumps(Callback):
             for optimizer in trainer.optimizers:
                 for key, value in optimizer.state.get(parameter, {}).items():
                     state[f"{parameter_name}/{key}"] = value
+        for callback in trainer.callbacks:
+            if isinstance(callback, EMAWeightAveraging):
+                average = callback._average_model
+                state |= {f"average/{name}": value for name, value in average.module.state_dict().items()}
+                state["average/updates"] = average.n_averaged
         state = {key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in state.items()}
         if adapt(trainer.strategy).capabilities.optimizer_state_partitioned:  # each rank has some of it
             mine = {key: value for key, value in state.items() if trainer.engine_strategy.keeps_state_of(value)}
@@ -134,7 +140,9 @@ class OddOfTwo(Odd):
         return [muon, adamw], [{"scheduler": schedule, "interval": "step"} for schedule in schedules]
 
 
-def train(layout: str, folder: Path, kind: type[Odd] = Odd, **arguments: Any) -> None:
+def train(
+    layout: str, folder: Path, kind: type[Odd] = Odd, averages: tuple[Callback, ...] = (), **arguments: Any
+) -> None:
     strategy, devices = ALL_LAYOUTS[layout]
     folder.mkdir(exist_ok=True)
     snapshot = Snapshot(folder / "snapshots", every_n_steps=SAVED, every_minutes=None, keep_last=3)
@@ -147,7 +155,7 @@ def train(layout: str, folder: Path, kind: type[Odd] = Odd, **arguments: Any) ->
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[snapshot, Dumps(folder / "state")],
+        callbacks=[*averages, snapshot, Dumps(folder / "state")],
     )
     torch.manual_seed(7)
     engine.fit(kind(), data(engine.data_size), **arguments)
@@ -200,6 +208,32 @@ def test_several_optimizers_open_bit_for_bit_and_train_on(source, target, tmp_pa
     train(target, tmp_path / "on", OddOfTwo, ckpt_path=tmp_path / "saved" / "snapshots" / f"step={SAVED}")
     at_save = dumped(tmp_path / "saved", "saved")
     assert {"table.weight/exp_avg", "inner.0.0.weight/momentum_buffer"} <= at_save.keys()
+    assert same(at_save, dumped(tmp_path / "on", "start"))
+    uninterrupted, resumed = dumped(tmp_path / "saved", "end"), dumped(tmp_path / "on", "end")
+    if source == target:
+        assert same(uninterrupted, resumed)
+    else:
+        assert largest_difference(uninterrupted, resumed) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        ("cp x2", "fsdp x2"),
+        *nightly(
+            *(("fsdp+cp 2x2", other) for other in ("single", "tp x2", "fsdp+cp 2x2")),
+            *((other, "fsdp+cp 2x2") for other in ("single", "fsdp x2")),
+            *(("single", "cp x2"), ("tp x2", "cp x2"), ("pp x2", "cp x2"), ("cp x2", "zero1 x2")),
+        ),
+    ],
+)
+def test_an_average_opens_bit_for_bit_where_sequences_are_split_and_goes_on(source, target, tmp_path):
+    train(source, tmp_path / "saved", averages=(EMAWeightAveraging(decay=0.5),))
+    snapshot = tmp_path / "saved" / "snapshots" / f"step={SAVED}"
+    train(target, tmp_path / "on", averages=(EMAWeightAveraging(decay=0.5),), ckpt_path=snapshot)
+    at_save = dumped(tmp_path / "saved", "saved")
+    assert at_save["average/updates"] == SAVED
+    assert (at_save["average/table.weight"] - at_save["table.weight"]).abs().max() > 100 * TOLERANCE
     assert same(at_save, dumped(tmp_path / "on", "start"))
     uninterrupted, resumed = dumped(tmp_path / "saved", "end"), dumped(tmp_path / "on", "end")
     if source == target:
