@@ -53,7 +53,7 @@ class UnitSteps(MeshStrategy):
         for step in _STEPS:
             if not is_overridden(step, model, LightningModule):  # Lightning makes the same check to skip a loop
                 continue
-            method = getattr(model, step)
+            method = getattr(model, step) if step in vars(model) else _of_class(model, step)
             method = self._track_manual_steps(method) if step == "training_step" else method
             setattr(model, step, self._mark_in_step(method))
             if isinstance(model, FSDPModule):
@@ -122,6 +122,16 @@ class UnitSteps(MeshStrategy):
         assert self.model is not None
         reshard(self.model)
         yield
+
+
+def _of_class(model: nn.Module, name: str) -> Callable[..., Any]:
+    """Returns a method of `model` that is looked up in its class at each call: a callback may replace it there."""
+
+    @functools.wraps(getattr(model, name))
+    def method(*args: Any, **kwargs: Any) -> Any:
+        return getattr(type(model), name)(model, *args, **kwargs)
+
+    return method
 
 
 # Manual optimization under `fsdp`: `training_step` itself calls backward and the optimizers.

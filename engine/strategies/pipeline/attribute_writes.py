@@ -9,7 +9,7 @@ import contextvars
 import functools
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from ..._compat.torch import tree_leaves
 from ..callers import CutError, is_users, users_line
 from ..contents import num_writes
 from .plan import StagePlan
@@ -238,6 +239,22 @@ def _fingerprint(value: Any, depth: int = 0) -> Any:
     return same
 
 
+def _differ(one: Any, other: Any) -> bool:
+    """Whether values differ, as far as tensors and plain values in them tell."""
+    if one is other:
+        return False
+    pairs = list(zip(ones := tree_leaves(one), others := tree_leaves(other), strict=False))
+    return len(ones) != len(others) or any(_leaves_differ(*pair) for pair in pairs)
+
+
+def _leaves_differ(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        if one.is_meta or other.is_meta or has_absent((one, other)):
+            return False
+        return one.shape != other.shape or not torch.equal(one, other)
+    return isinstance(one, _PLAIN) and repr(one) != repr(other)
+
+
 def _names_of_chosen(before: Any, after: Any) -> list[str]:
     """Returns the attributes of an object that were None and are strings now, if nothing else of it has changed."""
     if not (_is_of_object(before) and _is_of_object(after)) or before[0] != after[0]:
@@ -339,6 +356,10 @@ class AttributeGuard:
         """The stages that have the right value after every step, by attribute."""
         self._writers_by_stage: dict[Key, dict[int, str]] = {}
         """The stages that write an attribute, each with what writes it, in words."""
+        self._of_micro_batches: dict[Key, str] = {}
+        """The steps that write attributes anew in each micro-batch, with other values."""
+        self._left: dict[Key, Any] = {}
+        """The values of these that the last step has left."""
 
     def learn(self, step: str, stage: int, written: StageWrites, num_stages: int) -> None:
         """Takes the writes of a stage; called on all ranks, for the last stage last.
@@ -366,6 +387,29 @@ class AttributeGuard:
             for key in dict.fromkeys([*around, *(key for writes in by_stage.values() for key in writes.by_units)]):
                 self._update_stages(step, key, by_stage)
         self._install()
+
+    def compare(self, step: str, left: Sequence[Mapping[Key, Any]]) -> None:
+        """Finds the attributes that a step writes anew in each micro-batch with other values: hooks see the last one's.
+
+        Args:
+            step: name of the step, whose writes are known.
+            left: the attributes as each micro-batch has left them.
+        """
+        keys = set[Key]()
+        for writes in self._written_in_step[step].values():
+            marks = (marks for around in writes.around.values() for marks in around.items())
+            keys |= writes.by_units.keys() | {key for key, mark in marks if mark == _REPLACED}
+        for key in keys:
+            first, *others = [values[key] for values in left if key in values] or [None]
+            if any(_differ(first, other) for other in others):
+                self._of_micro_batches[key] = step
+        self._install()
+
+    def end_batch(self) -> None:
+        """Called after the micro-batches of each batch: the values that they have left are no batch's."""
+        self._left = {
+            (part, name): vars(self._module.get_submodule(part)).get(name) for part, name in self._of_micro_batches
+        }
 
     def _update_stages(self, step: str, key: Key, by_stage: dict[int, StageWrites]) -> None:
         """Finds the stages that have the right value of an attribute, when the writes of all stages are known."""
@@ -416,13 +460,15 @@ class AttributeGuard:
 
     def _install(self) -> None:
         parts = dict(self._module.named_modules())
-        for name, _ in self._stages_with_value:
+        for name, _ in (*self._stages_with_value, *self._of_micro_batches):
             part = parts[name]
             if part not in self._original_classes:
                 self._original_classes[part] = type(part)
                 part.__class__ = _guarded_class(type(part), functools.partial(self._check, name))
 
     def _check(self, part: str, attribute: str) -> None:
+        if (part, attribute) in self._left and not self.saves and self._present_stage() is None:
+            self._check_left(part, attribute)
         stages = self._stages_with_value.get((part, attribute))
         if stages is None or self.saves:
             return
@@ -442,6 +488,17 @@ class AttributeGuard:
             f"{users_line()} reads {attribute!r} of {owner}, which {writer} writes on another pipeline stage. {remedy}"
         )
 
+    def _check_left(self, part: str, attribute: str) -> None:
+        # Frame 1 is `_check`. What a hook has written since is its own.
+        value = vars(self._module.get_submodule(part)).get(attribute)
+        if value is self._left[part, attribute] and is_users(sys._getframe(3)):
+            owner = repr(part) if part else type(self._module).__name__
+            raise CutError(
+                f"{users_line()} reads {attribute!r} of {owner}, which `{self._of_micro_batches[part, attribute]}`"
+                f" writes in each micro-batch of a pipeline: this is the value of the last one, not of the batch."
+                f" {_RETURN} Or choose the options microbatches=1,schedule=gpipe."
+            )
+
     def close(self) -> None:
         """Gives the modules their own classes again."""
         for part, kind in self._original_classes.items():
@@ -453,6 +510,8 @@ class AttributeGuard:
             self._written_in_step,
             self._consistent_stages,
             self._writers_by_stage,
+            self._of_micro_batches,
+            self._left,
         ):
             table.clear()
 

@@ -74,6 +74,9 @@ class _Work:
         self.log = StepLog(runner.module)
         self._step = getattr(runner.module, name)
         self._outputs: dict[int, Any] = {}
+        self.left: list[dict[Key, Any]] | None = None
+        """If not None, what each micro-batch finds in the attributes of the module: what the one before has left."""
+        self._module = runner.module
         self._losses = None if weigh is None else Losses(weigh, self.num_micro_batches, runner.scale)
         self._last_stage, self._device = runner.partitioned.plan.num_stages - 1, runner.partitioned.device
         self._seed = runner.seed_of_batch(trains=self.trains)
@@ -92,7 +95,14 @@ class _Work:
         """Runs the step on some samples of the batch."""
         return self._step(samples, *self._others)
 
+    def note_left(self) -> None:
+        """Notes the attributes of the module and its parts, unless there is no need to."""
+        if self.left is not None:
+            parts = self._module.named_modules()
+            self.left.append({(name, key): value for name, part in parts for key, value in vars(part).items()})
+
     def _begin(self, index: int, stage: int) -> None:
+        self.note_left()
         self.log.begin_micro_batch(stage == self._last_stage)
         seed_all(self._seed, index)
 
@@ -199,11 +209,18 @@ class Runner:
             for stage in self._stages:
                 stage.borrowed = torch.nn.ParameterList(self.partitioned.borrowed)
             self._touched.begin()
+            work.left = [] if is_new and work.num_micro_batches > 1 else None
             self._run_schedule(schedule, work)
+            work.note_left()
+            left, work.left = work.left, None
             self._check_late_state(work)
             if work.trains:
                 return_gradients(loans, self.partitioned.borrowed, self.wire, self.partitioned.device)
-        return self._share(work, warning)
+        result = self._share(work, warning)
+        if left:
+            self.partitioned.guard.compare(name, left[1:])
+        self.partitioned.guard.end_batch()
+        return result
 
     def seed_of_batch(self, *, trains: bool) -> int:
         """Returns a seed for the random numbers of this batch; the common stream of the stages does not change.

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -346,6 +347,30 @@ def test_weights_used_outside_of_their_blocks_are_whole_with_one_unit(strategy, 
 def test_weights_used_outside_of_their_blocks_name_the_option():
     with pytest.raises(ProcessRaisedException, match=r"option units=module \(strategy='fsdp:units=module'\)"):
         _looked("fsdp_fork")
+
+
+class PatchesTheClass(Callback):
+    """Replaces `training_step` in the class of the module, from the third batch on."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if batch_idx == 2:
+            of_class = MLP.training_step
+            type(pl_module).training_step = lambda *arguments: 3 * of_class(*arguments)
+
+
+@pytest.mark.parametrize("flag", ["fsdp_fork", "tp_fork"])
+def test_a_step_that_a_callback_patches_in_the_class_is_the_one_that_runs(flag):
+    def run(flag: str, devices: int) -> dict[str, Tensor]:
+        torch.manual_seed(1)
+        flags: dict[str, Any] = {"accelerator": "cpu", "devices": devices, "max_steps": 6, **QUIET}
+        module = type("OfThisRun", (MLP,), {})()
+        module.configure_optimizers = MethodType(sgd, module)
+        Engine(strategy=flag, callbacks=[PatchesTheClass()], **flags).fit(
+            module, loader("mlp", 1, devices if flag == "fsdp_fork" else 1)
+        )
+        return module.state_dict()
+
+    assert largest_difference(run(flag, 2), run("single", 1)) < 1e-5
 
 
 class Broadcasts(Callback):

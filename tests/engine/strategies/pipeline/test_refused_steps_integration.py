@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from polyphase.engine import Engine
-from tests.engine.parity import MLP, loader
+from tests.engine.parity import MLP, largest_difference, loader
 from tests.engine.strategies.test_ddp_integration import QUIET
 
 from ..test_optimizer_trial import Lamb
@@ -77,6 +77,31 @@ class KeepsOutputs(MLP):
 
     def on_train_epoch_end(self) -> None:
         self.log("mean", torch.stack(self.losses).mean())
+
+
+class ScalesByBatch(MLP):
+    """Multiplies gradients by what the step has noted of its batch, which is a micro-batch in a pipeline."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.scale = batch[0].abs().mean()
+        return super().training_step(batch, batch_idx)
+
+    def on_after_backward(self) -> None:
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(self.scale)
+
+
+class ScalesByOwn(ScalesByBatch):
+    """By what is the same in each micro-batch, and by what the hook itself has put in the place of another value."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.half = torch.tensor(0.5)
+        return super().training_step(batch, batch_idx)
+
+    def on_after_backward(self) -> None:
+        self.scale = self.half * 0.5
+        super().on_after_backward()
 
 
 class Communicates(MLP):
@@ -230,6 +255,10 @@ class ReadsInBackward(MLP):
         (LogsAnother, r"self.log\('mean', ...\) was given a MeanMetric that is no attribute of the module"),
         (KeepsAux, r"in <genexpr>: .* reads 'aux' of 'net.0', which the block 'net.0' writes on another"),
         (KeepsOutputs, "the attribute 'losses' of KeepsOutputs is changed by each micro-batch, .* 4 times a batch"),
+        (
+            ScalesByBatch,
+            r"in on_after_backward: .* reads 'scale' of ScalesByBatch, which `training_step` writes in each micro-batch",
+        ),
         (Communicates, r"in training_step: .* communicates with other ranks \(all_reduce\), which"),
         (Waits, r"in training_step: .* communicates with other ranks \(barrier\), which"),
         (WaitsLater, r"in training_step: .* communicates with other ranks \(all_reduce\), which"),
@@ -260,6 +289,16 @@ def test_what_a_step_does_that_stages_can_not(module, message):
     engine = Engine(strategy="pp_fork:pipeline_size=2", accelerator="cpu", devices=2, max_steps=2, **QUIET)
     with pytest.raises(Exception, match=message):
         engine.fit(module(), data())
+
+
+def test_a_hook_reads_what_is_no_micro_batchs_own():
+    states = []
+    for strategy, devices in (("pp_fork", 2), ("single", 1)):
+        torch.manual_seed(1)
+        module = ScalesByOwn()
+        Engine(strategy=strategy, accelerator="cpu", devices=devices, max_steps=2, **QUIET).fit(module, data(16))
+        states.append(module.state_dict())
+    assert largest_difference(*states) < 1e-5
 
 
 def test_gathering_with_other_numbers_of_micro_batches_is_refused():
