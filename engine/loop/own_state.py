@@ -2,7 +2,7 @@
 
 Looked at are the module's buffers, the numbers and tensors in its attributes by which a later step may depend on an
 earlier one, the orders that samplers have drawn, of which each rank reads its part, and what data sets count as they
-read.
+read. Learning rates and the like are an error, since the weights of the ranks would differ.
 """
 
 import dis
@@ -17,6 +17,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.data import has_iterable_dataset
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
@@ -84,7 +85,11 @@ class OwnState:
         return self._trainer.data_size > 1 and self._trainer.engine_strategy.capabilities.keeps_step
 
     def compare(self) -> None:
-        """Compares the state; all ranks call it after the same step."""
+        """Compares the state; all ranks call it after the same step.
+
+        Raises:
+            RuntimeError: optimizers step with other rates.
+        """
         if not self._is_compared:
             return
         trainer, module = self._trainer, self._trainer.lightning_module
@@ -92,16 +97,23 @@ class OwnState:
         buffers = {} if strategy.averages_buffers else own_buffers(module)
         attributes = _digests(_attributes(module))
         changed = {name: digest for name, digest in attributes.items() if self._before.get(name) != digest}
-        own = _digests(buffers), changed, _orders(trainer.fit_loop._combined_loader)
+        rates = _rates(trainer.strategy.optimizers)
+        own = _digests(buffers), changed, _orders(trainer.fit_loop._combined_loader), rates
         by_rank = trainer.data_ranks.all_gather_object(own)
         names = [_unequal(of_ranks) for of_ranks in zip(*by_rank, strict=True)]
         if trainer.data_size != trainer.world_size:  # pipeline stages have different parts
             of_all = trainer.all_ranks.all_gather_object(names)
             names = [set().union(*of_stages) for of_stages in zip(*of_all, strict=True)]
         names[1] = {name for name in names[1] if _decides(module, name)}
-        of_buffers, of_attributes, of_samplers = (sorted(unequal - self.told) for unequal in names)
+        of_buffers, of_attributes, of_samplers, of_optimizers = (sorted(unequal - self.told) for unequal in names)
         self.told.update(of_buffers, of_attributes, of_samplers)
         differ = f"Under {strategy!r} the ranks have different values of"
+        if of_optimizers:
+            raise RuntimeError(
+                f"{differ} {' and '.join(of_optimizers)}, and train apart: a scheduler, hook or callback has decided by"
+                " what its rank alone has, such as a loss or its `global_rank`. Decide on all ranks alike: by"
+                " `self.trainer.strategy.reduce(value)`, or by what is logged with `sync_dist=True`."
+            )
         if of_buffers:
             option = strategy.option_to_average_buffers
             remedy = f", or set {option}, which averages floating-point buffers after each step" if option else ""
@@ -144,6 +156,19 @@ def _may_last(value: Any) -> bool:
     leaves = tree_leaves(value)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     return all(tensor.grad_fn is None for tensor in tensors) and (bool(tensors) or isinstance(value, (int, float)))
+
+
+def _rates(optimizers: list[Optimizer]) -> dict[str, str]:
+    """Returns what schedulers and callbacks set in the groups of optimizers, to 6 digits."""
+    return {
+        f"{name!r} in group {number} of {type(optimizer).__name__}": " ".join(
+            f"{float(value):.6g}" for value in tree_leaves(group[name])
+        )
+        for optimizer in optimizers
+        for number, group in enumerate(optimizer.param_groups)
+        for name in ("lr", "momentum", "betas", "weight_decay")
+        if group.get(name) is not None
+    }
 
 
 def _orders(combined: CombinedLoader) -> dict[str, str]:

@@ -93,19 +93,22 @@ class ByItsLoss(Blocks):
         }
 
 
-class StopsOnOneRank(Callback):
-    """Lowers the learning rate where it is not the first rank."""
+class ChangesOnOneRank(Callback):
+    """Raises a hyperparameter in some steps where it is not the first rank."""
+
+    def __init__(self, name, steps):
+        self.name, self.steps = name, steps
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        if batch_idx == 2 and trainer.global_rank:
-            for group in trainer.optimizers[0].param_groups:
-                group["lr"] *= 0.5
+        for group in trainer.optimizers[0].param_groups if trainer.global_rank else ():
+            begins = (trainer.global_step in self.steps) - (trainer.global_step - 1 in self.steps)
+            group[self.name] = group[self.name] + 0.01 * begins
 
 
-def fit(kind, make, callbacks=(), **flags):
+def fit(kind, make, callbacks=(), max_epochs=1, **flags):
     model = Model(make, rows())
     module = build(model)
-    trainer = kind(accelerator="cpu", max_epochs=1, callbacks=list(callbacks), **QUIET, **flags)
+    trainer = kind(accelerator="cpu", max_epochs=max_epochs, callbacks=list(callbacks), **QUIET, **flags)
     trainer.fit(module, loader(model, getattr(trainer, "data_size", 1)))
     return copy.deepcopy(module.state_dict())
 
@@ -117,9 +120,17 @@ def test_a_scheduler_steps_by_what_all_ranks_have_logged(strategy):
     assert largest_difference(actual, fit(Trainer, ByItsLoss, devices=1)) <= 1e-5
 
 
-def test_ranks_with_other_learning_rates_are_said():
-    with pytest.raises(Exception, match=r"with different learning rates: those of optimizer 0, group 0 add up to"):
-        fit(Engine, Blocks, [StopsOnOneRank()], strategy="fsdp_fork", devices=2)
+@pytest.mark.parametrize(
+    ("strategy", "name", "steps", "message"),
+    [
+        ("fsdp_fork", "lr", [3], r"with different learning rates: those of optimizer 0, group 0 add up to"),
+        ("fsdp_fork", "lr", range(2, 9), r"different values of 'lr' in group 0 of \w+, and train apart"),
+        ("zero1_fork", "weight_decay", range(2, 9), r"different values of 'weight_decay' in group 0 of \w+, and"),
+    ],
+)
+def test_ranks_with_other_rates_are_said(strategy, name, steps, message):
+    with pytest.raises(Exception, match=message):
+        fit(Engine, Blocks, [ChangesOnOneRank(name, steps)], max_epochs=2, strategy=strategy, devices=2)
 
 
 # --- state of an optimizer that is no parameter's
