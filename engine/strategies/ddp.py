@@ -9,6 +9,7 @@ is named at the first step.
 
 import dataclasses
 import re
+from collections import OrderedDict
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -38,6 +39,7 @@ __all__ = ["DDP"]
 _REQUIRES_GRAD = attrgetter("requires_grad")
 _NOT_OF_DDP = ("timeout_s", "average_buffers")
 """The options that are no arguments of `DistributedDataParallel`."""
+_TABLES_OF_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 class DDP(DistributedStrategy, CommHookMixin, DDPStrategy):
@@ -68,6 +70,8 @@ class DDP(DistributedStrategy, CommHookMixin, DDPStrategy):
         self._bucket_order: _BucketOrder | None = None
         self._order_to_begin_with: list[str] | None = None
         self._wrapper: DistributedDataParallel | None = None
+        # Lightning: of all steps; `training_step` below calls it itself with automatic optimization.
+        self._forward_redirection = _run_as_forward  # type: ignore[assignment]
 
     def derive_layout(self, world_size: int) -> Layout:
         """Returns the layout: one replica per process."""
@@ -154,7 +158,7 @@ class DDP(DistributedStrategy, CommHookMixin, DDPStrategy):
                 return super().training_step(*args, **kwargs)
             # Lightning: Strategy.training_step
             with self.precision_plugin.train_step_context():
-                return _run_as_forward(model, module, args, kwargs)
+                return _run_as_forward(model, module, "training_step", *args, **kwargs)
         except RuntimeError as error:
             self._name_unused(error)
             raise
@@ -383,25 +387,41 @@ def _find_trained_again(wrapped: DistributedDataParallel, options: dict[str, Any
     wrapped.require_backward_grad_sync, wrapped.training = synchronises, trains
 
 
-def _run_as_forward(
-    wrapped: torch.nn.Module | None, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """Runs `training_step` of `module` through the wrapper around it, in place of `forward`."""
+def _run_as_forward(wrapped: Any, module: LightningModule, name: str, *args: Any, **kwargs: Any) -> Any:
+    """Runs a step of `module` through the wrapper around it, in place of `forward`.
+
+    The wrapper calls the module, and a step calls it again: hooks on the module itself are for the latter alone.
+    """
     # Lightning: _ForwardRedirection.__call__, which assigns through the module's slow `__setattr__`.
-    assert wrapped is not None
     own = vars(module)
     before = own.get("forward")
+    hooks = {table: own[table] for table in _TABLES_OF_HOOKS if own[table]}
+    none: dict[str, Any] = {table: OrderedDict() for table in hooks}
+    # With manual optimization `manual_backward` prepares the reduction.
+    is_by_hand = isinstance(wrapped, DistributedDataParallel) and not module.automatic_optimization
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        # `training_step` may call the module's `forward`.
+        # A step may call the module's `forward`.
         if before is None:
             del own["forward"]
         else:
             own["forward"] = before
-        return module.training_step(*args, **kwargs)  # type: ignore[operator]
+        own.update(hooks)
+        output = getattr(module, name)(*args, **kwargs)
+        own.update(none)
+        if is_by_hand:
+            wrapped.require_backward_grad_sync = False
+        return output
 
     own["forward"] = forward
-    return wrapped(*args, **kwargs)
+    own.update(none)
+    try:
+        output = wrapped(*args, **kwargs)
+    finally:
+        own.update(hooks)
+    if is_by_hand:
+        wrapped.require_backward_grad_sync = True
+    return output
 
 
 def _ddp_arguments(options: DDPOptions) -> dict[str, Any]:

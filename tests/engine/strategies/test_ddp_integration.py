@@ -189,3 +189,58 @@ class ByHand(LightningModule):
 
     def configure_optimizers(self):
         return [torch.optim.SGD(self.a.parameters(), lr=0.1), torch.optim.SGD(self.b.parameters(), lr=0.1)]
+
+
+class Hooked(LightningModule):
+    """Hooks on the module itself, for its `forward`: they double its result, and count."""
+
+    def __init__(self, *, is_automatic: bool) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.automatic_optimization = is_automatic
+        self.net = nn.Linear(4, 1)
+        self.register_buffer("calls", torch.zeros(2))
+        self.register_forward_pre_hook(self._count)
+        self.register_forward_hook(lambda module, arguments, output: output * 2)
+
+    @staticmethod
+    def _count(module: nn.Module, arguments: tuple[object, ...]) -> None:
+        module.calls[int(module.training)] += 1
+
+    def forward(self, x):
+        return self.net(x)
+
+    def loss(self, batch):
+        return self(batch[0]).square().mean()
+
+    def training_step(self, batch, batch_idx):
+        if self.automatic_optimization:
+            return self.loss(batch)
+        self.optimizers().zero_grad()
+        self.manual_backward(self.loss(batch))
+        self.optimizers().step()
+
+    def validation_step(self, batch, batch_idx):
+        self.loss(batch)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("strategy", ["ddp_fork", "zero1_fork"])
+@pytest.mark.parametrize("is_automatic", [True, False])
+def test_hooks_on_the_module_itself_are_those_of_its_forward(strategy, is_automatic):
+    data = torch.randn(16, 4, generator=torch.Generator().manual_seed(2))
+    plain = Hooked(is_automatic=True)
+    optimizer = plain.configure_optimizers()
+    for x in data.split(8):
+        optimizer.zero_grad()
+        plain.loss([x]).backward()
+        optimizer.step()
+    module, batches = Hooked(is_automatic=is_automatic), DataLoader(TensorDataset(data), batch_size=4)
+    # The check of the first steps calls the module for each rank, and would find `calls` different.
+    flags = {"max_epochs": 1, "num_sanity_val_steps": 0, "check_first_steps": False, **QUIET}
+    Engine(strategy=strategy, accelerator="cpu", devices=2, **flags).fit(module, batches, batches)
+    assert module.calls.tolist() == [2, 2]
+    plain.calls[0] = 2
+    assert largest_difference(module.state_dict(), plain.state_dict()) < 1e-6
