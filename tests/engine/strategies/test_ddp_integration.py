@@ -219,6 +219,7 @@ class Hooked(LightningModule):
         self.optimizers().zero_grad()
         self.manual_backward(self.loss(batch))
         self.optimizers().step()
+        return None
 
     def validation_step(self, batch, batch_idx):
         self.loss(batch)

@@ -257,7 +257,7 @@ class ReadsInBackward(MLP):
         (KeepsOutputs, "the attribute 'losses' of KeepsOutputs is changed by each micro-batch, .* 4 times a batch"),
         (
             ScalesByBatch,
-            r"in on_after_backward: .* reads 'scale' of ScalesByBatch, which `training_step` writes in each micro-batch",
+            r"in on_after_backward: .* reads 'scale' of ScalesByBatch, which `training_step` writes in each micro",
         ),
         (Communicates, r"in training_step: .* communicates with other ranks \(all_reduce\), which"),
         (Waits, r"in training_step: .* communicates with other ranks \(barrier\), which"),
