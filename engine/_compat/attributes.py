@@ -185,6 +185,7 @@ ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
         "_rank_not_in_group",
         "_world",
     ),
+    "torch.distributed.elastic.agent.server.api:SimpleElasticAgent": ("_exit_barrier",),
     "torch.distributed.elastic.multiprocessing.api:SubprocessContext": (
         "_capture_process_failures",
         "_running_local_ranks",

@@ -35,6 +35,7 @@ __all__ = [
     "environment_with",
     "given_seed",
     "global_seed",
+    "has_lost_machine",
     "has_rendezvous",
     "is_elastic",
     "is_in_survivors_folder",
@@ -46,6 +47,7 @@ __all__ = [
     "launcher_name",
     "listen_on_loopback",
     "listen_towards",
+    "note_lost_machine",
     "num_launched",
     "own_address",
     "owns_master_port",
@@ -409,6 +411,7 @@ _PARENT = "POLYPHASE_PARENT_PID"
 _STACKS = "PYTHONFAULTHANDLER"
 _SURVIVORS = "POLYPHASE_SURVIVORS"
 """The folder in which each rank says that the others go on without it; `polyphase launch` looks there."""
+_LOST_MACHINE = "lost machine"
 _kept_secrets: list[str] = []
 """The secret of the job whose other ranks this process has started; at most one."""
 
@@ -461,6 +464,16 @@ def set_outlived(is_outlived: bool) -> None:
 def is_outlived(process: int) -> bool:
     """Whether a rank has said that the others go on without it; called by its launcher."""
     return Path(os.environ[_SURVIVORS], str(process)).exists()
+
+
+def note_lost_machine() -> None:
+    """Tells this machine's launcher that the run has gone on without any rank of another machine."""
+    Path(os.environ[_SURVIVORS], _LOST_MACHINE).touch()
+
+
+def has_lost_machine() -> bool:
+    """Whether a rank has said that all ranks of another machine are lost; called by its launcher."""
+    return Path(os.environ[_SURVIVORS], _LOST_MACHINE).exists()
 
 
 def compute_with_one_thread() -> None:

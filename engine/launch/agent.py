@@ -3,7 +3,9 @@
     python -m polyphase.engine.launch.agent [torchrun options] script.py [arguments]
 
 It leaves the other ranks alone when a signal has ended one, if they have said that they go on without it: torchrun ends
-all. The job's store is in this process, so it outlives each of them.
+all. The job's store is in this process, so it outlives each of them. On several machines it is in that of node 0, so
+the run goes on without any other machine. One whose ranks have all ended leaves the job, and starts none again: the
+others have gone on without them.
 
 It ends when the host of its rendezvous no longer answers. torchrun keeps a connection to the key-value store at the
 rendezvous endpoint. If that host loses its power, or the network drops packets, torchrun waits in a store call until
@@ -22,7 +24,7 @@ from typing import Any
 
 import psutil
 
-from ..distributed.environment import is_outlived, share_survivors_folder
+from ..distributed.environment import has_lost_machine, is_outlived, share_survivors_folder
 from ..distributed.job_store import ProcessState, probe
 
 __all__ = ["main"]
@@ -36,6 +38,7 @@ _END_TIMEOUT_S = 10.0
 
 def main(words: list[str]) -> None:
     """Runs torchrun with these arguments."""
+    from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
     from torch.distributed.elastic.multiprocessing.api import SubprocessContext
     from torch.distributed.elastic.multiprocessing.errors import record
     from torch.distributed.run import get_rdzv_endpoint, parse_args, run
@@ -45,14 +48,21 @@ def main(words: list[str]) -> None:
     if address is not None:
         threading.Thread(target=_watch, args=address, name="polyphase-rendezvous", daemon=True).start()
     with tempfile.TemporaryDirectory() as folder:
-        if options.nnodes == "1":  # else other agents would have to know it, too
+        is_one = options.nnodes == "1"
+        if is_one or options.rdzv_backend == "static":  # else agents meet anew, with all ranks, when one leaves
             share_survivors_folder(folder)
-            _leave_survivors(SubprocessContext)
+            _leave_survivors(SubprocessContext, is_one=is_one)
+            _wait_for_none_lost(SimpleElasticAgent)
         record(run)(options)
 
 
-def _leave_survivors(contexts: Any) -> None:
-    """Has torchrun count a rank that a signal has ended as done, while others run that go on without it."""
+def _leave_survivors(contexts: Any, *, is_one: bool) -> None:
+    """Has torchrun count a rank that a signal has ended as done, while others run that go on without it.
+
+    Args:
+        contexts: the class of the processes that torchrun has started.
+        is_one: whether the job has one machine; on several, this process ends when the last rank of this one has.
+    """
     note = contexts._capture_process_failures  # torch: notes the ranks that have ended, once an interval
 
     def note_others(context: Any, ended: set[int]) -> None:
@@ -61,8 +71,27 @@ def _leave_survivors(contexts: Any) -> None:
         for rank, failure in list(context._failures.items()):
             if others and failure.exitcode < 0 and is_outlived(failure.pid):
                 del context._failures[rank]
+        if not (others or is_one) and any(is_outlived(failure.pid) for failure in context._failures.values()):
+            print(
+                "polyphase launch: all ranks of this machine have ended in a run with on_rank_loss='continue', which"
+                " goes on without them as long as node 0 is there, or has failed. None is started again here.",
+                file=sys.stderr,
+                flush=True,
+            )
+            os._exit(1)  # with node 0, its store ends, and so does the run
 
     contexts._capture_process_failures = note_others
+
+
+def _wait_for_none_lost(agents: Any) -> None:
+    """Has torchrun, when its ranks are done, wait for other machines only if the run has lost none."""
+    wait = agents._exit_barrier  # torch: waits for the agents of all machines, for five minutes
+
+    def wait_for_all(agent: Any) -> None:
+        if not has_lost_machine():
+            wait(agent)
+
+    agents._exit_barrier = wait_for_all
 
 
 def _watch(address: str, port: int, longest_s: float = _LONGEST_S) -> None:

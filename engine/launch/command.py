@@ -21,7 +21,7 @@ usage: polyphase launch [--nproc N] [--nnodes N|MIN:MAX] [--max-restarts K] [tor
 
 Start N processes on this machine under torchrun (torch.distributed.run), and start them again, up to K times, when one
 of them dies. With Engine(resume="auto") they continue from the newest snapshot. With Engine(on_rank_loss="continue"),
-on one machine, the others go on when a signal has ended one, and none is started again.
+the others go on when a signal has ended one, and none is started again.
 
   --nproc N         processes on this machine, or auto, gpu, cpu (default: auto)
   --nnodes N        machines; MIN:MAX: the job continues with fewer, and admits more (default: 1)

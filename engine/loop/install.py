@@ -177,7 +177,7 @@ class TrainerBase(Trainer):
         watchdog.start()
         rank_loss = self.fit_loop.epoch_loop.rank_loss  # type: ignore[attr-defined]
         if rank_loss is not None:
-            rank_loss.watchdog = watchdog
+            rank_loss.watchdog, watchdog.lose = watchdog, rank_loss.lose_present
         try:
             results = self._run_again_after_losses(*args, **kwargs)
             checkpoints.saver.finish()

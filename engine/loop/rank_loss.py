@@ -13,6 +13,11 @@ It is a resumption with fewer ranks, from memory. A collective of the step raise
 
 A rank that is not left has no way back: it has been killed, or ends when it reads the decision.
 
+When a process of another machine has ended, that machine's kernel refuses connections to its port. A rank that is
+silent, or whose machine is, is declared lost by the watchdog of another one, in the store: all ranks read that, and one
+that reads it of itself ends. The store is in the launcher of node 0. So of two parts of a job that can't reach each
+other, one has the store and goes on; ranks without it end, and can't declare others lost.
+
 Between two steps, until the next one has a batch, nothing can be returned to: hooks have been called, on some ranks. So
 the collectives of all ranks go through the store there, where what was written stays: either all ranks have the values
 of all, or none has, and those that are left repeat this one collective. A validation and a save are repeated from their
@@ -46,7 +51,7 @@ from torch import Tensor
 from .._compat.lightning import _DataLoaderIterDataFetcher
 from ..distributed.agreement import Agreement, LostRankError
 from ..distributed.connections import cut_connections
-from ..distributed.environment import set_outlived
+from ..distributed.environment import note_lost_machine, set_outlived
 from ..distributed.job_store import Fields, JobStore
 from ..distributed.object_group import gather_otherwise
 from ..distributed.waits import waiting
@@ -76,6 +81,10 @@ other, each time with larger shares."""
 _WORD: Fields = {"steps": int, "samples": int, "altered": bool}
 _DECISION: Fields = {"by": int, "ranks": list[int], "steps": int, "samples": int, "source": int, "ends": str}
 _PLACE: Fields = {"steps": int}
+_GONE: Fields = {"by": int, "ranks": list[int]}
+_PROBE_S = 0.1
+_MOST_PROBED = 8
+"""The ranks of other machines that one rank probes after a failed collective: others probe others."""
 
 
 class LostRanks(NamedTuple):
@@ -142,6 +151,10 @@ class RankLoss:
         """The step at which the ranks that are left meet, if they step apart; None while none is known to be lost."""
         self._is_cut = False
         """Whether a rank was seen to have ended since the ranks have met."""
+        self._gone: list[list[int]] = []
+        """What was declared in the store: lost ranks of other machines."""
+        self._gone_lock = threading.Lock()
+        """Held while it is read, or written, by the threads of this rank."""
         self._has_ended = threading.Event()
         self._lock = threading.Lock()
         """Held while connections are cut because of a lost rank, and while the members change."""
@@ -176,12 +189,68 @@ class RankLoss:
         job = current_job()
         assert job is not None
         self._me, self._members, self.events = job.rank, list(range(job.num_ranks)), []
-        self._devices = self._trainer.strategy.parallel_devices
+        self._devices = list(self._trainer.strategy.parallel_devices) * self._trainer.num_nodes
         self._registry = RankRegistry("losses", job)
         self._registry.look_for_all()
         set_outlived(True)
         self._has_ended.clear()
+        self._gone = []
         threading.Thread(target=self._watch, args=(self._registry,), name="polyphase-losses", daemon=True).start()
+        if self._elsewhere():
+            threading.Thread(target=self._watch_elsewhere, name="polyphase-losses-elsewhere", daemon=True).start()
+
+    def _elsewhere(self) -> list[int]:
+        """The members of other machines, beginning with those after this one."""
+        registry = self._registry
+        assert registry is not None
+        far = [rank for rank in self._members if rank != self._me and not registry.is_local(rank)]
+        return sorted(far, key=lambda rank: (rank - self._me) % registry.world_size)
+
+    def _watch_elsewhere(self) -> None:
+        """Learns which ranks of other machines were declared lost, until the run, or the store, has ended."""
+        with suppress(RuntimeError):
+            while not self._has_ended.wait(_WATCH_MS / 1e3):
+                self._read_gone()
+
+    def lose_present(self, ranks: list[int]) -> bool:
+        """`lose` by the present numbers of ranks."""
+        if self._registry is None or not (self._is_in_epoch or self._place == "repeated"):
+            return False
+        with suppress(RuntimeError, IndexError):  # the store is lost, or they have just met without these
+            self.lose([self._members[rank] for rank in ranks])
+            return True
+        return False
+
+    def lose(self, ranks: list[int]) -> None:
+        """Declares ranks of other machines lost, to all ranks; it ends those that can read it."""
+        assert self._registry is not None
+        self._read_gone()
+        with self._gone_lock:
+            while new := [rank for rank in ranks if all(rank not in gone for gone in self._gone)]:
+                own = {"by": self._me, "ranks": new}
+                self._note_gone(self._registry.job.record_first(self._gone_key(), own, _GONE))
+
+    def _read_gone(self) -> None:
+        registry = self._registry
+        with self._gone_lock:
+            while registry is not None and (said := registry.job.read(self._gone_key(), _GONE)) is not None:
+                self._note_gone(said)
+
+    def _gone_key(self) -> str:
+        return f"polyphase/losses/gone/{len(self._gone)}"
+
+    def _note_gone(self, said: dict[str, Any]) -> None:
+        if self._me in said["ranks"]:
+            self._leave([said["by"]])
+        with self._lock:
+            self._gone.append(said["ranks"])
+            if (self._is_in_epoch or self._place == "repeated") and not {*self._members}.isdisjoint(said["ranks"]):
+                self._is_cut = True
+                cut_connections()
+
+    def _leave(self, others: list[int]) -> None:
+        print_rank(self._me, f"ends: {in_words(others)} {'have' if others[1:] else 'has'} gone on without it")
+        os.kill(os.getpid(), signal.SIGKILL)  # as the others believe; an exit code would end the run
 
     def _watch(self, registry: RankRegistry) -> None:
         """Cuts this rank's connections when the process of another one has ended.
@@ -190,6 +259,8 @@ class RankLoss:
         """
         poll, ranks = select.poll(), {}
         for rank, process in registry.processes.items():
+            if not registry.is_local(rank):
+                continue
             with suppress(OSError, AttributeError):  # it has ended already; or the system has no such descriptors
                 number = os.pidfd_open(process["pid"])
                 poll.register(number, select.POLLIN)
@@ -278,14 +349,28 @@ class RankLoss:
 
     def _lost(self) -> list[int]:
         assert self._registry is not None
-        return [rank for rank in self._members if rank != self._me and self._registry.has_ended(rank)]
+        gone = {rank for ranks in self._gone for rank in ranks}
+        has_ended = self._registry.has_ended
+        return [rank for rank in self._members if rank != self._me and (rank in gone or has_ended(rank))]
 
     def _noticed(self) -> list[int]:
         """Waits until the process of another rank is seen to have ended: its connections are closed before."""
         deadline = time.monotonic() + _NOTICE_S
         while not (lost := self._lost()) and time.monotonic() < deadline and not self._has_failed():
+            self._probe()
             time.sleep(_TICK_S)
         return lost
+
+    def _probe(self) -> None:
+        """Looks for ranks of other machines whose processes have ended, or that were declared lost."""
+        assert self._registry is not None
+        if not (elsewhere := self._elsewhere()):
+            return
+        self._read_gone()
+        if ended := [rank for rank in elsewhere[:_MOST_PROBED] if self._registry.is_gone(rank)]:
+            self.lose(ended)
+        else:
+            time.sleep(_PROBE_S)
 
     def _has_failed(self) -> bool:
         """Whether a failure is recorded, which ends the run: an exception on another rank, say."""
@@ -496,10 +581,10 @@ class RankLoss:
                         for rank in left:
                             if f"{key}/{rank}" not in words:
                                 self._registry.kill(rank)
+                                self.lose([rank] if rank in self._elsewhere() else [])
                 time.sleep(_TICK_S)
         if self._me not in decision["ranks"]:
-            print_rank(self._me, f"ends: {in_words(decision['ranks'])} have gone on without it")
-            os.kill(os.getpid(), signal.SIGKILL)  # as the others believe; an exit code would end the run
+            self._leave(decision["ranks"])
         if decision["ends"]:
             raise RankLossError(decision["ends"]) from error
         return decision
@@ -553,6 +638,9 @@ class RankLoss:
         store = dist.PrefixStore(f"generation/{self._generation}", job.store.clone())
         adapt(self._trainer.strategy).regroup([self._devices[member] for member in ranks], rank, store)
         self.watchdog.meet_again(len(ranks))
+        hosts = {member: process["host"] for member, process in self._registry.processes.items()}
+        if {*hosts.values()} - {hosts.get(member) for member in ranks} - {self._registry.me["host"]}:
+            note_lost_machine()
 
     def _share_step(self, decision: dict[str, Any], steps: int, loop: Any) -> bool:
         """Gives the state after the last step that a rank has made to those that have not; returns whether to this."""

@@ -7,7 +7,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment, TorchEla
 from lightning.pytorch import LightningModule
 
 from ..config import EngineConfig
-from ..distributed.environment import is_elastic, is_in_survivors_folder
+from ..distributed.environment import is_elastic, is_in_survivors_folder, job_secret
 from ..errors import RefusedError
 from ..loggers.continuation import kind_of
 from ..strategies import adapt
@@ -44,8 +44,8 @@ def _why_not_strategy(trainer: Any, strategy: Any) -> tuple[str, str] | None:
         return "one process has no other to go on with", "Give several devices"
     if (clause := adapt(trainer.strategy).capabilities.unsupported_rank_loss) is not None:
         return f"strategy {strategy!r} {clause}", _CHOOSE
-    if trainer.num_nodes > 1:
-        return f"num_nodes={trainer.num_nodes}, and it regroups the ranks of one machine", "Give one node"
+    if trainer.num_nodes > 1 and (why_not := _why_not_nodes(trainer.num_nodes, strategy)) is not None:
+        return why_not
     if is_elastic() and not is_in_survivors_folder():
         return "torchrun ends all processes when one of them was killed", _CHOOSE
     if not (strategy.launcher.outlives_ranks or is_elastic()):
@@ -60,6 +60,19 @@ def _why_not_strategy(trainer: Any, strategy: Any) -> tuple[str, str] | None:
     if strategy.root_device.type != "cpu":
         kind = strategy.root_device.type
         return f"the communicators of {kind!r} devices were not tried", "Give accelerator='cpu'"
+    return None
+
+
+def _why_not_nodes(num_nodes: int, strategy: Any) -> tuple[str, str] | None:
+    if not (is_elastic() and is_in_survivors_folder()):
+        reason = f"num_nodes={num_nodes}, where only `polyphase launch` of node 0 has a store that outlives other nodes"
+        launch = f"`polyphase launch --nnodes {num_nodes} --node-rank N --master-addr HOST --master-port PORT`"
+        return reason, f"Start the script on each node by {launch}, without --rdzv-backend"
+    if strategy.capabilities.returns_to_snapshot or strategy.capabilities.steps_alone:
+        return f"strategy {strategy!r} was not tried on several nodes", "Choose strategy 'ddp', or one node"
+    if job_secret() is None:
+        reason = f"the ranks of {num_nodes} nodes would read from the job's store what anybody may have written"
+        return reason, "Give all nodes one secret word, in the variable POLYPHASE_JOB_SECRET"
     return None
 
 

@@ -109,6 +109,8 @@ class Watchdog:
         self._can_lose: Callable[[int], bool] = self._strategy.can_lose
         self._continue_without: Callable[[list[int]], bool] = self._strategy.go_on_without
         self._answers = answers
+        self.lose: Callable[[list[int]], bool] = lambda ranks: False
+        """Has all other ranks go on without these, of other machines; returns whether they do."""
         self._verdict = Verdict(heartbeat, folder, self.positions_of_all)
         self._may_lose_some = any(map(self._can_lose, range(world_size)))
         # The number of the run is the same on all ranks: they have the same runs, and runs of one rank don't count.
@@ -329,7 +331,7 @@ class Watchdog:
         lost = lost_ranks(peers, silent, max(_LIVE_SILENCE_S, patience_s)) if silent else None
         if lost is not None and self._continue_without(lost[2]):
             peers.forget(lost[2])
-        elif lost is not None:
+        elif lost is not None and not self.lose(lost[2]):
             self._end(*lost)
         return bool(silent)
 
@@ -342,7 +344,8 @@ class Watchdog:
         elif self.world_size > 1:
             silent = {} if self.peers is None else self.peers.silent(self._clock, _ENDING_S)
             if self.peers is not None and (lost := lost_ranks(self.peers, silent, still_s)):
-                self._end(*lost)
+                if not self.lose(lost[2]):
+                    self._end(*lost)
                 return
             absent = self._absent(report)
             if not absent and self._leave_behind(reports, still_s):

@@ -466,6 +466,7 @@ class DistributedStrategy(EngineStrategy):
         """See `EngineStrategy`."""
         strategy: Any = self
         strategy.parallel_devices = list(devices)
+        strategy.num_nodes = 1  # no node need have as many ranks as another
         self.layout = self.derive_layout(len(devices))
         set_local_rank(rank, len(devices))
         strategy.set_world_ranks()

@@ -20,14 +20,17 @@ from pathlib import Path
 import torch
 
 from .hosts import Hosts
-from .storm import JOB, judge, steps_since, undisturbed
+from .job import BATCH
+from .storm import JOB, judge, steps_since, times_of, undisturbed
 
-__all__ = ["CASES", "Case", "Result", "run"]
+__all__ = ["CASES", "SAME", "Case", "Result", "run"]
 
 SIZES = (320, 1)
 """Samples and epochs; 80 steps of two ranks."""
 PAUSE_S = 0.2
 LIMIT_S = 240.0
+SAME = 1e-5
+"""The largest difference of weights of 32 bits that comes from the order of sums."""
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "clusters-cpu.md"
 
 
@@ -42,7 +45,10 @@ class Case:
         mend_after_s: when the cable is mended, if the job outlives that.
         restarts: which hosts are started again once the disturbance has been noticed.
         rate: of the cable, as `tc` writes it.
-        named: the hosts know each other and themselves by no name.
+        nameless: the hosts know each other and themselves by no name.
+        continues: with ``on_rank_loss="continue"``, by `polyphase launch --nnodes 2`; else the job stops.
+        mend: undoes the disturbance.
+        keeps: nobody may be lost.
     """
 
     disturb: Callable[[Hosts], None] | None = None
@@ -52,6 +58,19 @@ class Case:
     restarts: tuple[int, ...] = ()
     rate: str | None = None
     nameless: bool = False
+    continues: bool = False
+    mend: Callable[[Hosts], None] = Hosts.mend
+    keeps: bool = False
+
+
+def _freeze(hosts: Hosts) -> None:
+    hosts.cut()
+    hosts.suspend(1)
+
+
+def _thaw(hosts: Hosts) -> None:
+    hosts.mend()
+    hosts.resume(1)
 
 
 CASES = {
@@ -67,6 +86,27 @@ CASES = {
     "power-off of node0, elastic": Case(disturb=lambda hosts: hosts.power_off(0), elastic=True, restarts=(0, 1)),
     "5 Mbit/s": Case(rate="5mbit"),
     "names that nobody can resolve": Case(nameless=True),
+    "continue: rank of node1 killed": Case(disturb=lambda hosts: hosts.ranks(1)[0].kill(), continues=True),
+    "continue: power-off of node1": Case(disturb=lambda hosts: hosts.power_off(1), continues=True),
+    "continue: power-off of node0": Case(disturb=lambda hosts: hosts.power_off(0), continues=True, restarts=(0, 1)),
+    "continue: cut, for good": Case(disturb=Hosts.cut, continues=True),
+    "continue: cut for 20 s": Case(disturb=Hosts.cut, continues=True, mend_after_s=20.0, keeps=True),
+    "continue: cut for 40 s": Case(disturb=Hosts.cut, continues=True, mend_after_s=40.0),
+    "continue: node1 frozen and cut for 40 s": Case(disturb=_freeze, mend=_thaw, continues=True, mend_after_s=40.0),
+    "continue: rank of node1 stopped for 15 s": Case(
+        disturb=lambda hosts: hosts.ranks(1)[0].suspend(),
+        mend=lambda hosts: hosts.resume(1),
+        continues=True,
+        mend_after_s=15.0,
+        keeps=True,
+    ),
+    "continue: rank of node1 stopped for 80 s": Case(
+        disturb=lambda hosts: hosts.ranks(1)[0].suspend(),
+        mend=lambda hosts: hosts.resume(1),
+        continues=True,
+        mend_after_s=80.0,
+    ),
+    "continue: 5 Mbit/s": Case(rate="5mbit", continues=True, keeps=True),
 }
 
 
@@ -84,6 +124,10 @@ class Result:
     """Seconds until `polyphase launch` has ended, where the host of the rendezvous was lost."""
     lost: int | None = None
     repeated: int | None = None
+    difference: float = 0.0
+    """Of weights from those of a run that nobody has disturbed."""
+    broken: str = ""
+    """A promise of `on_rank_loss="continue"` that was not kept."""
 
     def row(self, name: str) -> str:
         noticed = ", ".join(f"{host} {seconds:.0f}" for host, seconds in sorted(self.noticed_s.items())) or "-"
@@ -101,7 +145,8 @@ def run(case: Case, folder: Path) -> Result:
         TimeoutError: the job did not get on.
     """
     calm, job, result = folder / "calm", folder / "job", Result()
-    undisturbed(calm, case.strategy, *SIZES, dropout=0.0)
+    flags = {"global_batch_size": 2 * BATCH} if case.continues else {}
+    undisturbed(calm, case.strategy, *SIZES, dropout=0.0, flags=flags)
     job.mkdir()
     with Hosts(case.rate) as hosts:
         for host in (0, 1):
@@ -111,8 +156,13 @@ def run(case: Case, folder: Path) -> Result:
             _disturb(hosts, case, job, result)
         _wait((job / "weights.pt").exists, job)
         _wait(lambda: not hosts.ranks(0) + hosts.ranks(1), job)
+        if case.continues:  # launchers wait for no machine that is lost
+            _wait(lambda: not hosts.processes(0) + hosts.processes(1), job)
     outcome = judge(job, calm, *SIZES, [])
     result.ended, result.lost, result.repeated = True, outcome.lost, outcome.repeated
+    result.difference = outcome.difference
+    if case.keeps and any("went on after" in text for text in result.said.values()):
+        result.broken = "a rank was lost"
     return result
 
 
@@ -120,6 +170,9 @@ def _disturb(hosts: Hosts, case: Case, job: Path, result: Result) -> None:
     assert case.disturb is not None
     case.disturb(hosts)
     began = time.time()
+    if case.continues and not case.restarts:
+        _disturb_one_that_continues(hosts, case, job, result)
+        return
     if case.mend_after_s is not None:
         time.sleep(case.mend_after_s)
         hosts.mend()
@@ -147,6 +200,29 @@ def _disturb(hosts: Hosts, case: Case, job: Path, result: Result) -> None:
         _start(hosts, host, case, job)
 
 
+def _disturb_one_that_continues(hosts: Hosts, case: Case, job: Path, result: Result) -> None:
+    """Waits for the steps that follow; ranks that return have to end, and to leave all files alone."""
+    began = time.time()
+    time.sleep(case.mend_after_s or 0.0)
+    old = {path: path.read_text().count("\n") for path in job.glob("start-*-1.txt")}
+    if case.mend_after_s is not None:
+        case.mend(hosts)
+    _wait(lambda: steps_since(job, began + max(2.0, case.mend_after_s or 0.0)), job)
+    result.goes_on_s = min(time_s for time_s in times_of(job) if time_s > began + 2.0) - began
+    if not case.keeps:
+        _wait(lambda: not hosts.processes(1), job)
+        if any(path.read_text().count("\n") > before + 1 for path, before in old.items()):  # one: it wakes in a step
+            result.broken = "a lost rank went on"
+    for host in (0, 1):
+        lines = (job / f"log{host}.txt").read_text(errors="replace").splitlines()
+        said = [line for line in lines if any(words in line for words in _TELLING)]
+        result.said.update({f"node{host}": said[-1].partition("; the culprit")[0]} if said else {})
+
+
+_TELLING = ("went on after", "gone on without it", "the connection to host", "its process has ended")
+"""What the log of a host that was disturbed says of it."""
+
+
 def _start(hosts: Hosts, host: int, case: Case, job: Path) -> None:
     command = [str(JOB), str(job), case.strategy, *map(str, (*SIZES, PAUSE_S, 0.0)), "{}"]
     log, address = job / f"log{host}.txt", hosts.addresses[0]
@@ -155,6 +231,13 @@ def _start(hosts: Hosts, host: int, case: Case, job: Path) -> None:
         launcher = ["-m", "polyphase.engine", "launch", "--nnodes=1:2", "--nproc=1", "--rdzv-backend=c10d"]
         launcher += [f"--rdzv-endpoint={address}:29400", f"--rdzv-conf={conf}", f"--local-addr={hosts.addresses[host]}"]
         hosts.start(host, [sys.executable, *launcher, "--", *command], log)
+        return
+    if case.continues:
+        flags = json.dumps({"on_rank_loss": "continue", "global_batch_size": 2 * BATCH})
+        launcher = ["-m", "polyphase.engine", "launch", "--nnodes=2", f"--node-rank={host}", "--nproc=1"]
+        launcher += [f"--master-addr={address}", "--master-port=29500"]
+        env = {"POLYPHASE_JOB_SECRET": "of this job"}
+        hosts.start(host, [sys.executable, *launcher, "--", *command[:-1], flags], log, env)
         return
     meeting = {"MASTER_ADDR": address, "MASTER_PORT": "29500", "RANK": str(host), "WORLD_SIZE": "2"}
     hosts.start(host, [sys.executable, *command], log, meeting, nameless=case.nameless)
@@ -212,7 +295,10 @@ def main() -> None:
                 result = Result()
         rows.append(result.row(name))
         print(rows[-1], flush=True)
-        failed |= not result.ended or bool(result.lost or result.repeated)
+        if result.broken or result.difference > SAME:
+            print(f"{name}: {result.broken or 'other weights'}, {result.difference:.0e}", file=sys.stderr)
+        failed |= not result.ended or bool(result.lost or result.repeated or result.broken)
+        failed |= result.difference > SAME
     table = _header() + "\n".join(rows) + "\n"
     if options.output or options.only == list(CASES):
         (options.output or RESULTS).write_text(table)

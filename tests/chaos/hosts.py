@@ -96,6 +96,16 @@ class Hosts(Namespaces):
             with suppress(psutil.NoSuchProcess):
                 process.send_signal(signal.SIGKILL)
 
+    def suspend(self, host: int) -> None:
+        """Stops all processes of a host, until `resume`; its kernel goes on."""
+        for process in self.processes(host):
+            process.suspend()
+
+    def resume(self, host: int) -> None:
+        """Undoes `suspend`."""
+        for process in self.processes(host):
+            process.resume()
+
     def power_off(self, host: int) -> None:
         """Ends all processes of a host at once, and nobody is told."""
         self.cut()

@@ -145,6 +145,9 @@ class Recorder(LightningModule):
         is_first = sharing.index(self.trainer.data_rank) == self.global_rank
         self.lines = (self.folder / name).open("x", buffering=1) if is_first else None
 
+    def on_rank_loss(self, lost: Any) -> None:
+        self.on_train_start()  # another file: the step of the loss is made again
+
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         time.sleep(self.pause_s)
         words = (time.time(), self.current_epoch, self.global_step, *batch[0].tolist())

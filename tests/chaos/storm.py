@@ -31,7 +31,18 @@ from .. import warm
 from ..distributed import ROOT
 from .job import POINTS
 
-__all__ = ["CONFIGURATIONS", "JOB", "TORCHRUN", "Job", "Outcome", "judge", "steps_since", "storm", "undisturbed"]
+__all__ = [
+    "CONFIGURATIONS",
+    "JOB",
+    "TORCHRUN",
+    "Job",
+    "Outcome",
+    "judge",
+    "steps_since",
+    "storm",
+    "times_of",
+    "undisturbed",
+]
 
 CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "single": ("single", {"num_ranks": 1}),
@@ -278,6 +289,11 @@ def _batches(folder: Path) -> Iterator[tuple[str, list[_Batch]]]:
 
 def steps_since(folder: Path, moment: float) -> bool:
     return any(batch.time > moment for _, batches in _batches(folder) for batch in batches[-1:])
+
+
+def times_of(folder: Path) -> list[float]:
+    """When each batch of each rank began."""
+    return [batch.time for _, batches in _batches(folder) for batch in batches]
 
 
 def judge(folder: Path, calm: Path, num_samples: int, num_epochs: int, kills: list[float]) -> Outcome:

@@ -481,6 +481,7 @@ REFUSED = [
     ({"strategy": "local_sgd_fork:sync_every=2", "compression": "topk:0.1"}, "compression='topk:0.1'"),
     ({"strategy": "ps_fork"}, "goes on without a worker by itself"),
     ({"strategy": "ddp"}, "in the process of rank 0"),
+    ({"strategy": "ddp", "num_nodes": 2}, "num_nodes=2, where only `polyphase launch` of node 0 has a store"),
     ({"strategy": "ddp_fork:static_graph=true"}, "has static_graph=true"),
     ({"strategy": "ddp_fork:average_buffers=true"}, "average_buffers=true"),
     ({"strategy": DDPStrategy()}, "'DDPStrategy' is not the engine's own"),
@@ -499,6 +500,25 @@ def test_what_can_not_go_on_is_refused_by_name_with_the_remedy(flags, reason):
     arguments = {"strategy": "ddp_fork", "devices": 2, "global_batch_size": 8, "on_rank_loss": "continue", **flags}
     with pytest.raises(ValueError, match=f"(?s){re.escape(reason)}.*resume='auto'"):
         Engine(**{**QUIET, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("strategy", "secret", "reason"),
+    [
+        ("fsdp", "a secret", "strategy 'fsdp' was not tried on several nodes"),
+        ("diloco:sync_every=2", "a secret", "was not tried on several nodes"),
+        ("ddp", "", "Give all nodes one secret word, in the variable POLYPHASE_JOB_SECRET"),
+    ],
+)
+def test_what_several_nodes_can_not_go_on_with_is_refused(monkeypatch, tmp_path, strategy, secret, reason):
+    sizes = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "2"}
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "none"}
+    own = {"POLYPHASE_SURVIVORS": str(tmp_path), "POLYPHASE_JOB_SECRET": secret}
+    for name, value in (sizes | ranks | place | own).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=f"(?s){re.escape(reason)}.*resume='auto'"):
+        Engine(strategy=strategy, num_nodes=2, global_batch_size=8, on_rank_loss="continue", **QUIET)
 
 
 class Manual(Net):
