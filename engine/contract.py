@@ -69,8 +69,6 @@ class Capabilities:
     """Why a step can't be repeated after one rank has run out of memory."""
     unsupported_rank_loss: str | None = "is not the engine's own"
     """Why training can't go on in the same processes without a rank whose process has ended."""
-    returns_to_snapshot: bool = False
-    """Whether it then goes on from the newest snapshot, because no other rank has the lost rank's part of the state."""
 
 
 class EngineStrategy:
@@ -274,6 +272,8 @@ class EngineStrategy:
 
     survives_losses = False
     """Whether the other ranks regroup when the process of one has ended: see `loop/rank_loss.py`."""
+    returns_to_snapshot: str | None = None
+    """Why these then go on from the newest snapshot; None: they make the step again in which the rank was lost."""
     repeats: Callable[[Callable[[], Any]], Any] | None = None
     """Calls a function of collectives, after which nothing has changed yet, again if a rank is lost meanwhile: then all
     ranks that are left have its results, or none. None: no rank may be lost."""

@@ -35,7 +35,7 @@ from .flags import Layout, check_count, choose
 from .initialization import check_shapes, read_stored
 from .loggers.run_names import claim_log_folders, folders_written_to
 from .loop.compile import check_cuda_graphs
-from .loop.install import TrainerBase, defaults_from_environment, install_loops
+from .loop.install import TrainerBase, defaults_from_environment, install_loops, survive_losses
 from .loop.rank_loss_checks import check_may_lose_ranks, check_run_may_lose_ranks
 from .loop.runs import check_callbacks, check_manual_optimization, quiet, reports_uncaught
 from .precision import FLOAT8, OF_BLOCKS
@@ -238,6 +238,7 @@ class Engine(TrainerBase):
             strategy.check_module(model)
             if self.config.on_rank_loss == "continue":
                 check_run_may_lose_ranks(self, model)
+                survive_losses(self)
             strategy.check_run(compiles=bool(self.config.compile), callbacks=self.callbacks)  # type: ignore[attr-defined]
             strategy.check_loader(train_dataloaders)
         global_batch_size = self.config.global_batch_size

@@ -177,6 +177,8 @@ class CommHook(ABC):
         self._names: dict[Tensor, str] = {}
         self._buckets: dict[int, tuple[list[Tensor], tuple[ParamSlice, ...]]] = {}
         self._background: _CommWorker | None = None
+        self._has_joined = False
+        """Whether `wire` is over the ranks that there are."""
         self._greatest_norms: dict[int, _Norms] = {}
         self._greatest_sums: dict[int, Tensor] = {}
         self.may_repeat = False
@@ -273,6 +275,7 @@ class CommHook(ABC):
         """As `begin`, with collectives that run beside the computing; all ranks call it."""
         if self._background is None:
             self._background = _CommWorker(next(module.parameters()).device)
+        if not self._has_joined:
             self.join_ranks(timeout)
         assert self.wire is not None
         self.begin(module, self.wire, scaler)
@@ -284,14 +287,19 @@ class CommHook(ABC):
             # The worker thread needs its own group: its collectives have no fixed order to those of other threads.
             with noting_connections():
                 group = dist.new_group(timeout=timeout)
+        self.wire, self._has_joined = self.over(group), True
+
+    def over(self, group: dist.ProcessGroup | None) -> CountingGroup:
+        """Returns the wire, from now on over the ranks of `group`; None for all ranks."""
         if self.wire is None:
-            self.wire = CountingGroup(group)
-        else:
-            self.wire.join(group)
+            return CountingGroup(group)
+        self.wire.join(group)
+        return self.wire
 
     def leave_ranks(self) -> None:
         """Forgets the group, whose connections are cut, once all that ran beside the computing has failed."""
         self.finish()
+        self._has_joined = False
         if self.wire is not None:
             self.wire.group = None
 

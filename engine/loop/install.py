@@ -461,11 +461,14 @@ def _install_fit_loop(trainer: TrainerBase, config: EngineConfig, watch: NonFini
     optimization = trainer.fit_loop.epoch_loop.automatic_optimization
     if config.micro_batch_size == "auto":
         optimization.out_of_memory = OutOfMemory(trainer)
-    if config.on_rank_loss == "continue":
-        own_loop: Any = trainer.fit_loop.epoch_loop
-        kind = RollBack if trainer.engine_strategy.capabilities.returns_to_snapshot else RankLoss
-        own_loop.rank_loss = own_loop.val_loop.rank_loss = kind(trainer)
-        optimization.keeps_results = True
+    optimization.keeps_results = config.on_rank_loss == "continue"
+
+
+def survive_losses(trainer: TrainerBase) -> None:
+    """Has the next run go on after a loss of ranks, as its strategy does."""
+    loop: Any = trainer.fit_loop.epoch_loop
+    kind = RankLoss if trainer.engine_strategy.returns_to_snapshot is None else RollBack
+    loop.rank_loss = loop.val_loop.rank_loss = kind(trainer)
 
 
 def _renew_fit_loop(trainer: TrainerBase) -> None:

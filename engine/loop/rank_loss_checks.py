@@ -82,6 +82,15 @@ def _why_not_flags(config: EngineConfig, strategy: Any) -> tuple[str, str] | Non
             "the samples of a step are those of the ranks together, and would be fewer",
             "Give global_batch_size, which fewer ranks keep",
         )
+    # Ranks that step apart have no snapshot between two exchanges that holds what each of them has.
+    if strategy.capabilities.steps_alone and (name := _kept_in_step(config)) is not None:
+        reason = f"under strategy {strategy!r} {name} keeps a part of a step that a lost rank would take along"
+        return reason, f"Leave {name.partition('=')[0]} out"
+    return None
+
+
+def _kept_in_step(config: EngineConfig) -> str | None:
+    """Returns a flag that keeps something of a step which a lost rank takes along, or which can't be undone."""
     others = {
         "micro_batch_size": config.micro_batch_size == "auto",
         "compression": config.compression != "none",
@@ -91,35 +100,39 @@ def _why_not_flags(config: EngineConfig, strategy: Any) -> tuple[str, str] | Non
         "overfit_batches": bool(config.overfit_batches),
         "reload_dataloaders_every_n_epochs": bool(config.reload_dataloaders_every_n_epochs),
     }
-    for name, is_set in others.items():
-        if is_set:
-            value = getattr(config, name)
-            return f"{name}={value!r} keeps a part of a step that a lost rank would take along", f"Leave {name} out"
+    return next((f"{name}={getattr(config, name)!r}" for name, is_set in others.items() if is_set), None)
+
+
+def _why_not_again(trainer: Any, module: LightningModule) -> str | None:
+    """Returns why a step of the run can't be made again from its beginning."""
+    strategy = adapt(trainer.strategy)
     if strategy.averages_buffers and not strategy.capabilities.steps_alone:
-        return "average_buffers=true changes the module after the step was made", "Leave that option out"
+        return "average_buffers=true changes the module after the step was made"
+    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
+        return "`training_step` reads its batches itself, by `dataloader_iter`"
+    if (name := _kept_in_step(trainer.config)) is not None:
+        return f"{name} keeps a part of a step that a lost rank would take along"
     return None
 
 
 def check_run_may_lose_ranks(trainer: Any, module: LightningModule) -> None:
-    """Checks, before any process starts, that a step of `module` can be made again, and each log gone on with.
+    """Checks, before any process starts, that ranks can go on: from a step of `module`, or from a snapshot.
 
     Raises:
-        RefusedError: the module steps, or reads its batches, by itself; a logger is of a kind that is not known; or
-            there are no snapshots, and the strategy needs them.
+        RefusedError: a logger is of a kind that is not known; or a step can't be made again, and nothing saves snapshots.
     """
     strategy = adapt(trainer.strategy)
-    if strategy.capabilities.returns_to_snapshot and trainer.snapshots_path is None:
-        reason = f"under strategy {strategy!r} no other rank has the state of a lost one, and nothing saves snapshots"
+    reason = type(strategy).returns_to_snapshot or _why_not_again(trainer, module)
+    if reason is not None and strategy.capabilities.steps_alone:
+        raise RefusedError(refusal(reason, "Choose strategy 'ddp', which returns to a snapshot then"))
+    if reason is not None and trainer.snapshots_path is None:
+        reason = f"under strategy {strategy!r} {reason}, and nothing saves snapshots"
         raise RefusedError(refusal(reason, "Give callbacks=[Snapshot()], to which the others return"))
+    strategy.returns_to_snapshot = reason
     for logger in trainer.loggers:
         if (kind := kind_of(logger)) is None or not kind.may_be_taken_over:
             reason = f"no other process is known to go on in the log of {type(logger).__name__} without rank 0"
             raise RefusedError(refusal(reason, "Use TensorBoardLogger or CSVLogger"))
     if not module.automatic_optimization:
-        raise RefusedError(
-            refusal("manual optimization may step in the middle of a batch", "Use automatic optimization")
-        )
-    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
-        raise RefusedError(
-            refusal("`training_step` reads its batches itself, by `dataloader_iter`", "Take batches as its argument")
-        )
+        reason = "steps by hand take the whole share of a rank at once, which grows with a loss"
+        raise RefusedError(refusal(reason, "Use automatic optimization"))

@@ -90,6 +90,7 @@ class DDP(DistributedStrategy, CommHookMixin, DDPStrategy):
 
     def setup(self, trainer: Trainer) -> None:
         """Wraps the module, and creates the optimizers."""
+        self.note_module(trainer.lightning_module)
         check_shapes(trainer.lightning_module)
         if trainer.state.fn == TrainerFn.FITTING and self.before_split is not None:
             self.before_split(self.model)

@@ -46,6 +46,7 @@ from .parameter_hooks import ParameterHooks
 from .whole_steps import as_whole, whole_in_hooks
 
 __all__ = [
+    "STATE_IS_LOST",
     "DistributedStrategy",
     "MeshStrategy",
     "check_dense_gradients",
@@ -54,6 +55,9 @@ __all__ = [
     "share_random_state",
     "updated_buffers",
 ]
+
+STATE_IS_LOST = "no other rank has the state of a lost one"
+"""Why strategies that divide a run's state return to a snapshot when a rank is lost."""
 
 # Sums of a few numbers over the ranks, while an accelerator computes something else.
 #
@@ -442,7 +446,7 @@ class DistributedStrategy(EngineStrategy):
 
     def note_module(self, model: nn.Module) -> None:
         """Notes what `make_whole` restores; called before `setup` changes the module."""
-        if self.survives_losses and self.capabilities.returns_to_snapshot:
+        if self.survives_losses and self.returns_to_snapshot is not None:
             self._module_before = ModuleBefore(model, repr(self))
 
     def make_whole(self) -> None:
@@ -458,6 +462,8 @@ class DistributedStrategy(EngineStrategy):
             # of doing so releases Python's lock meanwhile, for which such a thread may wait.
             groups = list(dist.distributed_c10d._world.pg_map)
             cut_connections()
+            if self.active_hook is not None:
+                self.active_hook.leave_ranks()
             dist.destroy_process_group()
             del groups
             gc.collect()

@@ -29,6 +29,7 @@ from ..distributed.buckets import copy, flatten, in_buckets, unflatten
 from ..distributed.object_group import WORLD
 from .ddp import DDP
 from .hook_code import reader_of_state
+from .layout import STATE_IS_LOST
 from .optimizer_trial import habits_of
 from .options import DEFAULT_BUCKET_MB, DDPOptions
 from .parameter_hooks import call_before_use
@@ -85,8 +86,8 @@ class Zero1(DDP):
     capabilities = dataclasses.replace(
         DDP.capabilities,
         optimizer_state_partitioned=True,
-        returns_to_snapshot=True,
     )
+    returns_to_snapshot = STATE_IS_LOST
 
     def __init__(self, options: DDPOptions, launcher: str = "", comm_hook: CommHook | None = None) -> None:
         super().__init__(options, launcher, comm_hook)
@@ -126,11 +127,6 @@ class Zero1(DDP):
     def wires(self) -> list[CountingGroup]:
         """The groups that count the gradients and the parameters."""
         return [*super().wires, *([] if self._updates is None else [self._updates])]
-
-    def setup(self, trainer: Trainer) -> None:
-        """Wraps the module, and creates the optimizers."""
-        self.note_module(trainer.lightning_module)
-        super().setup(trainer)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Creates the optimizers, and adds hooks before and after the steps of those that can be divided."""

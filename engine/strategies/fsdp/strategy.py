@@ -40,7 +40,7 @@ from ...flags import Layout
 from ...initialization import check_shapes, materialize, read_stored
 from ...precision.plugins import autocast_dtype
 from ..averages import split_as_module
-from ..layout import MeshStrategy, check_dense_gradients, never_flatten, share_random_state
+from ..layout import STATE_IS_LOST, MeshStrategy, check_dense_gradients, never_flatten, share_random_state
 from ..options import FSDPOptions, HSDPOptions
 from ..replaced_parameters import Replacements
 from ..units import CompiledBlock, named_blocks, untied
@@ -87,8 +87,8 @@ class FSDP(UnitSteps):
         evaluates_in_inference_mode=False,  # FSDP2 reuses the tensors of its first gather
         has_between_passes=True,
         unsupported_rank_loss=None,
-        returns_to_snapshot=True,
     )
+    returns_to_snapshot = STATE_IS_LOST
 
     def __init__(self, options: FSDPOptions, launcher: str = "", comm_hook: CommHook | None = None) -> None:
         # Whole checkpoints, gathered on rank 0: every strategy opens them.
@@ -407,7 +407,7 @@ class FSDP(UnitSteps):
         shards = CountingGroup(mesh["shard"].get_group())
         if hook is not None:
             over = mesh["replicate" if self._compresses_replicas else "shard"].get_group()
-            hook.begin(model, hook.wire or CountingGroup(over), self.loss_scaler)
+            hook.begin(model, hook.over(over), self.loss_scaler)
         if self.counts_traffic:
             self._wires.append(shards)
         for index, (unit, members) in enumerate(fsdp_units(model, shards.size)):

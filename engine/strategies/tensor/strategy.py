@@ -91,7 +91,6 @@ class TensorParallel(FSDP):
         can_offload=frozenset({"parameters"}),
         unsupported_repeat="tensor parallelism",
         unsupported_counting="has its collectives made by DTensor",
-        unsupported_rank_loss="divides layers over the ranks",
     )
 
     def __init__(self, options: Any, launcher: str = "", comm_hook: CommHook | None = None) -> None:
