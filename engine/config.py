@@ -213,8 +213,8 @@ class EngineConfig:
     """Reaction to a signal, such as the SIGKILL of the out-of-memory killer, that ends a rank's process. ``"stop"``:
     all ranks end, and the next start resumes. ``"continue"``: the other ranks make the step again with the samples of
     that step, in the same processes (``ddp``, ``local_sgd``, ``diloco``), or go back to the newest `Snapshot` in them
-    (``fsdp``, ``hsdp``, ``zero1``). With the suffix ``_spawn`` or ``_fork``, or under ``polyphase launch``, on the CPU
-    with a `global_batch_size`."""
+    (the others). With the suffix ``_spawn`` or ``_fork``, or under ``polyphase launch``, on the CPU with a
+    `global_batch_size`."""
     default_root_dir: str | Path | None = field(default=None, metadata=_about(_SAVING, "runs"))
     """Folder or URL of logs and checkpoints. None: the working directory."""
     enable_checkpointing: bool | None = field(default=None, metadata=_about(_SAVING, "false"))

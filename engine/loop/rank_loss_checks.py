@@ -119,7 +119,8 @@ def check_run_may_lose_ranks(trainer: Any, module: LightningModule) -> None:
     """Checks, before any process starts, that ranks can go on: from a step of `module`, or from a snapshot.
 
     Raises:
-        RefusedError: a logger is of a kind that is not known; or a step can't be made again, and nothing saves snapshots.
+        RefusedError: a logger is of a kind that is not known, `module` steps by hand, or a step can't be made again and
+            nothing saves snapshots.
     """
     strategy = adapt(trainer.strategy)
     reason = type(strategy).returns_to_snapshot or _why_not_again(trainer, module)

@@ -1,4 +1,4 @@
-"""`on_rank_loss="continue"` where no rank has all state: those that are left return to the newest snapshot.
+"""`on_rank_loss="continue"` where no rank has all state, or no step can be made again: back to the newest snapshot.
 
 It is a resumption with fewer ranks, in the same processes: none is started, and nothing is imported. An error of a
 collective interrupts the ranks that are left, wherever they are: in a step, a validation, a save, a hook, or in another

@@ -51,7 +51,6 @@ class DDP(DistributedStrategy, CommHookMixin, DDPStrategy):
         averages_whole_gradients=True,
         unsupported_counting=None,
         unsupported_repeat=None,
-        unsupported_rank_loss=None,
     )
 
     def __init__(self, options: DDPOptions, launcher: str = "", comm_hook: CommHook | None = None) -> None:

@@ -215,7 +215,7 @@ class DistributedStrategy(EngineStrategy):
     capabilities = Capabilities(
         engine_checkpoints=True,
         replicas_stay_equal=True,
-        unsupported_rank_loss="divides the module, or its state, over the ranks",
+        unsupported_rank_loss=None,
     )
     launcher_suffix: str = ""
     data_group: Any = None

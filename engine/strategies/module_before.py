@@ -74,7 +74,7 @@ class ModuleBefore:
             if number not in new:
                 room = self._rooms[number]
                 is_whole = present is not None and not isinstance(present, DTensor) and present.shape == room.shape
-                new[number] = present if present is not None and is_whole else room.make()
+                new[number] = present if present is not None and is_whole and not present.is_meta else room.make()
                 new[number].requires_grad_(room.is_trained)
             if present is not None and present is not new[number]:
                 replacements.replace(present, new[number])

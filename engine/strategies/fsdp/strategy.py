@@ -86,7 +86,6 @@ class FSDP(UnitSteps):
         can_offload=frozenset({"activations", "parameters"}),
         evaluates_in_inference_mode=False,  # FSDP2 reuses the tensors of its first gather
         has_between_passes=True,
-        unsupported_rank_loss=None,
     )
     returns_to_snapshot = STATE_IS_LOST
 

@@ -41,7 +41,7 @@ from ..collectives import NoSumsOfGradients
 from ..fsdp.comm import CountedAllGather, CountedReduceScatter, attach_to_gathered, fsdp_units, reshard
 from ..fsdp.shard_checks import check_pruning
 from ..fsdp.written_parameters import forget_data, give_back_numbers, keep_data, keep_writes, read_whole_numbers
-from ..layout import MeshStrategy, never_flatten
+from ..layout import STATE_IS_LOST, MeshStrategy, never_flatten
 from ..optimizer_trial import habits_of
 from ..options import PPDDPOptions, PPFSDPOptions, PPOptions
 from ..replaced_parameters import Replacements
@@ -76,6 +76,7 @@ class Pipeline(MeshStrategy):
         recomputes_blocks=True,  # within each stage
         unsupported_repeat="a pipeline",
     )
+    returns_to_snapshot = STATE_IS_LOST
     needs_same_training = True
     compiles_units = True
     """True: whole steps are never compiled, since a stage leaves the step in the middle."""
@@ -199,6 +200,7 @@ class Pipeline(MeshStrategy):
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if self._partitioned is None or self._partitioned.module is not self.model:
+            self.note_module(self.model)
             check_shapes(self.model)
             if fitting and self.before_split is not None:
                 self.before_split(self.model)
@@ -498,6 +500,11 @@ class Pipeline(MeshStrategy):
             give_back_numbers()
             forget_data()
         super().teardown()
+
+    def make_whole(self) -> None:
+        """See `EngineStrategy`."""
+        super().make_whole()
+        self._partitioned, self._parts, self._has_run = None, [], False
 
     # --- checkpoints
 

@@ -76,6 +76,8 @@ class Victim(Callback):
         return trainer.world_size == RANKS and trainer.global_rank == self.rank and trainer.global_step == AT
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if self.point == "fetch" and self._is_due(trainer):
+            die()
         if self.point == "backward" and self._is_due(trainer):
             # The last layers have their gradients, the first one has not.
             pl_module.net[0].register_forward_hook(lambda module, inputs, output: _dies_in_backward(output))
@@ -476,22 +478,14 @@ def test_ranks_that_train_apart_meet_without_the_lost_one(tmp_path, monkeypatch,
 
 
 REFUSED = [
-    ({"strategy": "pp_fork"}, "strategy 'pp_fork' divides the module, or its state"),
-    ({"strategy": "tp_fork"}, "strategy 'tp_fork' divides layers"),
     ({"strategy": "local_sgd_fork:sync_every=2", "compression": "topk:0.1"}, "compression='topk:0.1'"),
     ({"strategy": "ps_fork"}, "goes on without a worker by itself"),
     ({"strategy": "ddp"}, "in the process of rank 0"),
     ({"strategy": "ddp", "num_nodes": 2}, "num_nodes=2, where only `polyphase launch` of node 0 has a store"),
     ({"strategy": "ddp_fork:static_graph=true"}, "has static_graph=true"),
-    ({"strategy": "ddp_fork:average_buffers=true"}, "average_buffers=true"),
     ({"strategy": DDPStrategy()}, "'DDPStrategy' is not the engine's own"),
     ({"devices": 1}, "one process has no other"),
     ({"global_batch_size": None}, "global_batch_size"),
-    ({"micro_batch_size": "auto"}, "micro_batch_size='auto'"),
-    ({"compression": "topk:0.1"}, "compression='topk:0.1'"),
-    ({"nonfinite": "skip"}, "nonfinite='skip'"),
-    ({"sync_batchnorm": True}, "sync_batchnorm=True"),
-    ({"compile": True}, "compile=True"),
 ]
 
 
@@ -533,5 +527,5 @@ def test_a_logger_that_no_other_rank_can_go_on_with_is_refused():
 
 
 def test_steps_by_hand_are_refused_before_a_process_starts():
-    with pytest.raises(ValueError, match=r"manual optimization .*resume='auto'"):
+    with pytest.raises(ValueError, match=r"steps by hand take .*resume='auto'"):
         fit(Manual(), on_rank_loss="continue")

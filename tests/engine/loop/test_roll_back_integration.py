@@ -12,8 +12,10 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.multiprocessing import ProcessRaisedException
 
 from polyphase.callbacks import Snapshot
+from polyphase.models import ByteGPT
 
-from ..parity import largest_difference
+from ...pairs import nightly
+from ..parity import adamw, largest_difference
 from .test_rank_loss_integration import (
     AT,
     BATCH,
@@ -94,6 +96,77 @@ def test_weights_are_those_of_a_resumption_from_the_newest_snapshot(tmp_path, st
         assert re.fullmatch(rf"setup\nteardown\nsetup\n{loss}\nteardown\n", said), said
 
 
+FLAGS = [
+    {"compression": "topk:0.1"},
+    {"nonfinite": "skip"},
+    {"strategy": "zero1_fork", "compression": "powersgd:2"},
+    *nightly(
+        {"compile": True},
+        {"micro_batch_size": "auto"},
+        {"sync_batchnorm": True},
+        {"strategy": "ddp_fork:average_buffers=true"},
+        {"strategy": "fsdp_fork", "sync_batchnorm": True},
+        {"strategy": "fsdp_fork", "compile": True},
+        {"strategy": "hsdp_fork:shard=1", "compression": "topk:0.1"},
+    ),
+]
+"""With these a step can't be made again from its beginning."""
+
+
+@pytest.mark.parametrize("flags", FLAGS, ids=str)
+def test_a_step_that_can_not_be_made_again_is_one_of_a_resumption(tmp_path, flags):
+    killed, resumed = Net(0.3), Net(0.3)
+    callbacks = [Victim(1, "backward"), snapshots(tmp_path), Told(tmp_path)]
+    fit(killed, on_rank_loss="continue", callbacks=callbacks, **flags)
+    fit(resumed, devices=2, resume=tmp_path / f"step={SAVED}", **flags)
+    assert largest_difference(weights(killed), weights(resumed)) == 0
+    assert largest_difference(dict(killed.named_buffers()), dict(resumed.named_buffers())) == 0
+    assert f"rank 1 lost after step {AT}, 2 left: went on from step {SAVED}" in (tmp_path / "told-0").read_text()
+
+
+def test_and_without_snapshots_it_is_refused_by_the_name_of_the_flag():
+    with pytest.raises(ValueError, match=r"compression='topk:0.1' keeps a part of a step.*callbacks=\[Snapshot\(\)\]"):
+        fit(Net(), compression="topk:0.1", on_rank_loss="continue")
+
+
+class Layers(ByteGPT):
+    """Layers that can be split in each way."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        torch.manual_seed(0)
+        super().__init__(dim=24, num_layers=6, num_heads=6, context_length=8)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        numbers, _ = batch
+        return super().training_step((50 * numbers.abs()).long() % 256, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        return adamw(self)
+
+
+@pytest.mark.parametrize("strategy", ["tp_fork", "pp_fork", *nightly("cp_fork")])
+def test_where_layers_are_split_fewer_ranks_split_them_anew(tmp_path, strategy):
+    callbacks = [Victim(1, "fetch"), snapshots(tmp_path), Told(tmp_path)]
+    killed, resumed = Layers(), Layers()
+    fit(killed, strategy=strategy, on_rank_loss="continue", callbacks=callbacks)
+    fit(resumed, strategy=strategy, devices=2, resume=tmp_path / f"step={SAVED}")
+    assert largest_difference(weights(killed), weights(resumed)) == 0
+    assert f"rank 1 lost after step {AT}, 2 left: went on from step {SAVED}" in (tmp_path / "told-0").read_text()
+
+
+GRIDS = [
+    "pp+ddp_fork:pipeline_size=2",
+    *nightly("fsdp+tp_fork:tp=2", "pp+fsdp_fork:pipeline_size=2", "fsdp+cp_fork:cp=2"),
+]
+
+
+@pytest.mark.parametrize("strategy", GRIDS)
+def test_and_a_mesh_of_several_axes_becomes_smaller(tmp_path, strategy):
+    callbacks = [Victim(3, "fetch"), snapshots(tmp_path), Told(tmp_path)]
+    _goes_on_as_two_of_four(strategy, callbacks, tmp_path, Layers)
+    assert f"ranks 2-3 lost after step {AT}, 2 left" in (tmp_path / "told-0").read_text()
+
+
 class Attributes(Net):
     """Has what a process that resumes makes anew, and what a strategy may lose."""
 
@@ -162,8 +235,8 @@ def test_a_loss_while_the_others_return_is_one_more(tmp_path):
     _goes_on_as_two_of_four("fsdp_fork", callbacks, tmp_path)
 
 
-def _goes_on_as_two_of_four(strategy: str, callbacks: list[Any], folder: Any) -> None:
-    killed, resumed = Net(0.3), Net(0.3)
+def _goes_on_as_two_of_four(strategy: str, callbacks: list[Any], folder: Any, kind: Any = Net) -> None:
+    killed, resumed = kind(0.3), kind(0.3)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Victim, "_is_due", _is_last_of_four)
         engine = fit(killed, devices=4, strategy=strategy, on_rank_loss="continue", callbacks=callbacks)
