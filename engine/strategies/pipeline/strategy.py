@@ -363,7 +363,8 @@ class Pipeline(MeshStrategy):
     @property
     def active_hook(self) -> CommHook | None:
         """The comm hook that averages gradients over the pipelines; None with one pipeline, or if they are sharded."""
-        return self.comm_hook or self._counting_hook
+        # A run that goes on with fewer ranks may have one pipeline where it had several.
+        return (self.comm_hook or self._counting_hook) if self.data_size > 1 else None
 
     # --- steps
 
