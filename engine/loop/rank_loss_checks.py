@@ -82,6 +82,9 @@ def _why_not_flags(config: EngineConfig, strategy: Any) -> tuple[str, str] | Non
             "the samples of a step are those of the ranks together, and would be fewer",
             "Give global_batch_size, which fewer ranks keep",
         )
+    for name in ("overfit_batches", "reload_dataloaders_every_n_epochs"):
+        if value := getattr(config, name):
+            return f"{name}={value!r} was not tried with ranks that become fewer", f"Leave {name} out"
     # Ranks that step apart have no snapshot between two exchanges that holds what each of them has.
     if strategy.capabilities.steps_alone and (name := _kept_in_step(config)) is not None:
         reason = f"under strategy {strategy!r} {name} keeps a part of a step that a lost rank would take along"
@@ -97,19 +100,15 @@ def _kept_in_step(config: EngineConfig) -> str | None:
         "nonfinite": config.nonfinite in ("error", "skip"),
         "sync_batchnorm": config.sync_batchnorm,
         "compile": bool(config.compile),
-        "overfit_batches": bool(config.overfit_batches),
-        "reload_dataloaders_every_n_epochs": bool(config.reload_dataloaders_every_n_epochs),
     }
     return next((f"{name}={getattr(config, name)!r}" for name, is_set in others.items() if is_set), None)
 
 
-def _why_not_again(trainer: Any, module: LightningModule) -> str | None:
+def _why_not_again(trainer: Any) -> str | None:
     """Returns why a step of the run can't be made again from its beginning."""
     strategy = adapt(trainer.strategy)
     if strategy.averages_buffers and not strategy.capabilities.steps_alone:
         return "average_buffers=true changes the module after the step was made"
-    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
-        return "`training_step` reads its batches itself, by `dataloader_iter`"
     if (name := _kept_in_step(trainer.config)) is not None:
         return f"{name} keeps a part of a step that a lost rank would take along"
     return None
@@ -119,11 +118,11 @@ def check_run_may_lose_ranks(trainer: Any, module: LightningModule) -> None:
     """Checks, before any process starts, that ranks can go on: from a step of `module`, or from a snapshot.
 
     Raises:
-        RefusedError: a logger is of a kind that is not known, `module` steps by hand, or a step can't be made again and
-            nothing saves snapshots.
+        RefusedError: the module steps, or reads its batches, by itself; a logger is of a kind that is not known; or a
+            step can't be made again, and nothing saves snapshots.
     """
     strategy = adapt(trainer.strategy)
-    reason = type(strategy).returns_to_snapshot or _why_not_again(trainer, module)
+    reason = type(strategy).returns_to_snapshot or _why_not_again(trainer)
     if reason is not None and strategy.capabilities.steps_alone:
         raise RefusedError(refusal(reason, "Choose strategy 'ddp', which returns to a snapshot then"))
     if reason is not None and trainer.snapshots_path is None:
@@ -135,5 +134,9 @@ def check_run_may_lose_ranks(trainer: Any, module: LightningModule) -> None:
             reason = f"no other process is known to go on in the log of {type(logger).__name__} without rank 0"
             raise RefusedError(refusal(reason, "Use TensorBoardLogger or CSVLogger"))
     if not module.automatic_optimization:
-        reason = "steps by hand take the whole share of a rank at once, which grows with a loss"
+        reason = "steps by hand take the whole share of a rank at once, which grows when ranks are lost"
         raise RefusedError(refusal(reason, "Use automatic optimization"))
+    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
+        raise RefusedError(
+            refusal("`training_step` reads its batches itself, by `dataloader_iter`", "Take batches as its argument")
+        )
