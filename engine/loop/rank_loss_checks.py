@@ -82,9 +82,9 @@ def _why_not_flags(config: EngineConfig, strategy: Any) -> tuple[str, str] | Non
             "the samples of a step are those of the ranks together, and would be fewer",
             "Give global_batch_size, which fewer ranks keep",
         )
-    for name in ("overfit_batches", "reload_dataloaders_every_n_epochs"):
-        if value := getattr(config, name):
-            return f"{name}={value!r} was not tried with ranks that become fewer", f"Leave {name} out"
+    for untried in ("overfit_batches", "reload_dataloaders_every_n_epochs"):
+        if value := getattr(config, untried):
+            return f"{untried}={value!r} was not tried with ranks that become fewer", f"Leave {untried} out"
     # Ranks that step apart have no snapshot between two exchanges that holds what each of them has.
     if strategy.capabilities.steps_alone and (name := _kept_in_step(config)) is not None:
         reason = f"under strategy {strategy!r} {name} keeps a part of a step that a lost rank would take along"
