@@ -73,7 +73,7 @@ ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
     "lightning.pytorch.utilities.combined_loader:CombinedLoader": ("_iterables",),
     "lightning.pytorch.utilities.combined_loader:_MaxSizeCycle": ("_consumed", "_idx"),
     "lightning.pytorch.plugins.precision:Precision": ("_clip_gradients",),
-    "lightning.pytorch.strategies:Strategy": ("_forward_redirection", "_lightning_optimizers"),
+    "lightning.pytorch.strategies:Strategy": ("_lightning_optimizers",),
     "lightning.pytorch.strategies:DDPStrategy": ("_ddp_kwargs", "_layer_sync", "_timeout"),
     "lightning.pytorch.strategies:SingleDeviceStrategy": ("_root_device",),
     "lightning.fabric.strategies:Strategy": ("_checkpoint_io",),

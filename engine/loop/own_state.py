@@ -162,7 +162,7 @@ def _rates(optimizers: list[Optimizer]) -> dict[str, str]:
     """Returns what schedulers and callbacks set in the groups of optimizers, to 6 digits."""
     return {
         f"{name!r} in group {number} of {type(optimizer).__name__}": " ".join(
-            f"{float(value):.6g}" for value in tree_leaves(group[name])
+            f"{float(value):.6g}" for value in tree_leaves(group[name]) if isinstance(value, int | float | Tensor)
         )
         for optimizer in optimizers
         for number, group in enumerate(optimizer.param_groups)

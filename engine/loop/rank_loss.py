@@ -152,7 +152,7 @@ class RankLoss:
         self._is_cut = False
         """Whether a rank was seen to have ended since the ranks have met."""
         self._gone: list[list[int]] = []
-        """What was declared in the store: lost ranks of other machines."""
+        """Lost ranks of other machines, as they were declared in the store."""
         self._gone_lock = threading.Lock()
         """Held while it is read, or written, by the threads of this rank."""
         self._has_ended = threading.Event()

@@ -68,7 +68,7 @@ def _why_not_nodes(num_nodes: int, strategy: Any) -> tuple[str, str] | None:
         reason = f"num_nodes={num_nodes}, where only `polyphase launch` of node 0 has a store that outlives other nodes"
         launch = f"`polyphase launch --nnodes {num_nodes} --node-rank N --master-addr HOST --master-port PORT`"
         return reason, f"Start the script on each node by {launch}, without --rdzv-backend"
-    if strategy.capabilities.returns_to_snapshot or strategy.capabilities.steps_alone:
+    if strategy.returns_to_snapshot is not None or strategy.capabilities.steps_alone:
         return f"strategy {strategy!r} was not tried on several nodes", "Choose strategy 'ddp', or one node"
     if job_secret() is None:
         reason = f"the ranks of {num_nodes} nodes would read from the job's store what anybody may have written"
@@ -125,6 +125,8 @@ def check_run_may_lose_ranks(trainer: Any, module: LightningModule) -> None:
     reason = type(strategy).returns_to_snapshot or _why_not_again(trainer)
     if reason is not None and strategy.capabilities.steps_alone:
         raise RefusedError(refusal(reason, "Choose strategy 'ddp', which returns to a snapshot then"))
+    if reason is not None and trainer.num_nodes > 1:
+        raise RefusedError(refusal(f"{reason}, and a return to a snapshot was not tried on several nodes", "Give one"))
     if reason is not None and trainer.snapshots_path is None:
         reason = f"under strategy {strategy!r} {reason}, and nothing saves snapshots"
         raise RefusedError(refusal(reason, "Give callbacks=[Snapshot()], to which the others return"))
