@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from polyphase.callbacks import Snapshot
 from polyphase.engine import Engine
+from polyphase.engine.distributed import environment
 
 from ...chaos.without_restart import SaveForSurvivors
 from ..parity import TOLERANCE, adamw, largest_difference
@@ -511,6 +512,7 @@ def test_what_several_nodes_can_not_go_on_with_is_refused(monkeypatch, tmp_path,
     own = {"POLYPHASE_SURVIVORS": str(tmp_path), "POLYPHASE_JOB_SECRET": secret}
     for name, value in (sizes | ranks | place | own).items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(environment, "_kept_secrets", [])  # of other tests in this process
     with pytest.raises(ValueError, match=f"(?s){re.escape(reason)}.*resume='auto'"):
         Engine(strategy=strategy, num_nodes=2, global_batch_size=8, on_rank_loss="continue", **QUIET)
 
