@@ -56,7 +56,7 @@ TABLES = {
         lambda: names(flag for flag, _ in test_portability_integration.ALL_LAYOUTS.values()),
         {
             "dp": "tests/engine/strategies/test_dp.py",  # saves as single
-            **dict.fromkeys(["ddp+cp", "fsdp+cp", "hsdp+cp"], _PARITY),  # as cp and their other part
+            **dict.fromkeys(["ddp+cp", "hsdp+cp"], _PARITY),  # as cp and their other part
             "pp+ddp": _PP,  # stages are saved as those of pp
             "hsdp+tp": _PARITY,  # 8 processes; shards and parts as fsdp+tp and hsdp
             "local_sgd": _LOCAL,
