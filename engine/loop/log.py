@@ -57,7 +57,7 @@ class Log:
         self._module = module
         self._replaced = type(module).log
         self._connector = connector
-        self._sites: dict[Any, tuple[_ResultCollection, _ResultMetric]] = {}
+        self._sites: dict[Any, tuple[_ResultCollection, str, _ResultMetric]] = {}
         self.outside_of_graph = torch.compiler.disable(self.__call__, reason=LOG_BREAK_REASON)
 
     def __call__(
@@ -109,7 +109,8 @@ class Log:
             if (
                 validated is not None
                 and validated[0] is results
-                and self._update(results, validated[1], value, batch_size)
+                and results.get(validated[1]) is validated[2]  # not of a batch that was undone, and is made again
+                and self._update(results, validated[2], value, batch_size)
             ):
                 connector._current_fx = hook
                 return
@@ -120,17 +121,18 @@ class Log:
             sync_dist_group, add_dataloader_idx, batch_size, metric_attribute, rank_zero_only,
         )  # fmt: skip
         if results is not None and key in results:  # `barebones` logs nothing
-            self._remember(results, results[key], before, name, None if enable_graph else site)
+            self._remember(results, key, before, name, None if enable_graph else site)
 
-    def _remember(self, results: _ResultCollection, item: _ResultMetric, before: Any, name: str, site: Any) -> None:
+    def _remember(self, results: _ResultCollection, key: str, before: Any, name: str, site: Any) -> None:
         """Records a call that Lightning has validated, so that later calls of the site need no validation."""
+        item = results[key]
         self._connector.overwritten.append((item, before))
         if item.meta.sync.should and item.meta.on_step:
             self._warn_of_step_sync(
                 name
             )  # Lightning handles all calls of this site, since it reduces the value in each
         elif site is not None:
-            self._sites[site] = results, item
+            self._sites[site] = results, key, item
 
     def _warn_of_step_sync(self, name: str) -> None:
         if name not in self._connector.issued_warnings and self._connector.trainer.is_global_zero:

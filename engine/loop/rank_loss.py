@@ -545,10 +545,13 @@ class RankLoss:
         trainer, validation = self._trainer, loop.val_loop
         snapshot = StepSnapshot(trainer.lightning_module, validation._results)
         progress, seen = validation.batch_progress.state_dict(), dict(validation._seen_batches_per_dataloader)
+        connector = trainer._logger_connector
+        first_loop_iter = connector._first_loop_iter
 
         def undo() -> None:
-            if trainer._logger_connector.results is not None:
-                trainer._logger_connector.end_batch()
+            if connector.results is not None:
+                connector.end_batch()
+            connector._first_loop_iter = first_loop_iter
             snapshot.undo()
             validation.batch_progress.load_state_dict(progress)
             validation._seen_batches_per_dataloader.clear()
