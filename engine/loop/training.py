@@ -484,7 +484,6 @@ class _Epoch:
         if failure is not None:
             assert repeats is not None
             if not repeats.recover(loop, failure):
-                self._log_anew()
                 return True
             self._hooks.strategy.end_step_of_others()
             outputs = loop.automatic_optimization.end_step_of_others()
@@ -573,12 +572,6 @@ class _Epoch:
                 " other ranks would wait forever. Let its `collate_fn` return a batch, or leave the samples out of the"
                 " data set."
             )
-
-    def _log_anew(self) -> None:
-        """Has the module log the values of a step that is made again."""
-        module = self._trainer.lightning_module
-        detach_log(module)  # it refers to logged values that were dropped
-        attach_log(module, self._trainer._logger_connector)
 
     def _end_batch(self, outputs: Any, batch: Any, batch_idx: int) -> bool:
         """Ends a batch: schedulers, `on_train_batch_end`, logging, and the work after it; returns as `advance` does."""

@@ -193,6 +193,18 @@ def test_all_else_is_as_if_it_had_not_happened(flag, devices, where, tmp_path):
     assert largest_difference(state, expected) == 0
 
 
+class LogsLate(Hungry):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        if self.trainer.global_step >= self.from_step:
+            self.log("late", batch[1].mean(), on_step=False, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_value_that_is_first_logged_in_a_step_that_is_made_again_is_kept():
+    engine = fit(LogsLate(most=3, from_step=1), "single", 1, max_epochs=1)
+    torch.testing.assert_close(engine.callback_metrics["late"], data().tensors[1][BATCH:].mean())
+
+
 def test_what_was_found_is_remembered_by_checkpoints(tmp_path):
     module = Hungry(most=3)
     fit(module, "single", 1, max_epochs=1).save_checkpoint(tmp_path / "saved")
