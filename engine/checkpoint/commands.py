@@ -151,14 +151,24 @@ def _verify(paths: list[str]) -> int:
     return status
 
 
-def _export(path: str, to: str, overwrite: bool, trust: bool, huggingface: str | None, adapters: str | None) -> int:
+def _export(
+    path: str,
+    to: str,
+    overwrite: bool,
+    trust: bool,
+    huggingface: str | None,
+    adapters: str | None,
+    weights: str | None,
+) -> int:
     from .export import export
 
     _check_exists(path)
     if adapters is not None and huggingface is not None:
         raise ValueError("--adapters and --huggingface write different folders: give one of them.")
     peft = None if adapters is None else (adapters, None)
-    left_out = export(path, to, overwrite=overwrite, weights_only=not trust, huggingface=huggingface, peft=peft)
+    left_out = export(
+        path, to, overwrite=overwrite, weights_only=not trust, huggingface=huggingface, peft=peft, weights=weights
+    )
     if left_out:
         _say(f"left out, because they are not tensors: {', '.join(left_out)}")
     _say(f"wrote {to}")
@@ -366,6 +376,11 @@ COMMANDS = {
                 "metavar": "NAME",
                 "help": "write a folder that peft reads: the adapters of a run with --finetune lora, for this"
                 " sub-module of the LightningModule",
+            },
+            "--weights": {
+                "metavar": "WHICH",
+                "help": "of a run with EMAWeightAveraging or WeightAveraging: average (the default, if there is one) or"
+                " current, the weights that training goes on from",
             },
             "--trust": {
                 **_SWITCH,

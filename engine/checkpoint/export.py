@@ -8,8 +8,9 @@ same layout, but copies all of a rank's shards to the host first, and does not t
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,6 +34,9 @@ __all__ = ["check_target", "configuration_of", "export"]
 _SHARD_BYTES = 5_000_000_000
 """The largest size of a file in Hugging Face's layout, unless one tensor is larger; that of `save_pretrained`."""
 
+_Choice = Callable[[dict[str, Any]], dict[str, Any]]
+"""Which state of the module is meant, of a checkpoint's content."""
+
 
 def export(
     path: str,
@@ -45,6 +49,7 @@ def export(
     shard_bytes: int = _SHARD_BYTES,
     adapters: Adapters | None = None,
     peft: tuple[str, str | None] | None = None,
+    weights: str | None = None,
 ) -> list[str]:
     """Verifies all files of the checkpoint `path` and writes its content.
 
@@ -60,6 +65,8 @@ def export(
         adapters: those of the module, if the checkpoint does not say it; they are merged into its weights.
         peft: instead of the weights, write the adapters to the new local folder `to`, which peft reads: name of the
             sub-module to which they belong, and that of the model that was fine-tuned, if it has one.
+        weights: ``"average"``: those that `WeightAveraging` has averaged; ``"current"``: those that training goes on
+            from; None: those of the checkpoint's ``state_dict``, which are the average if there is one.
 
     Returns:
         Names of the entries in the module's state that are not tensors; what is written does not contain them.
@@ -70,28 +77,33 @@ def export(
     """
     is_folder = peft is not None or huggingface is not None
     suffix = "" if is_folder else choose("ending", os.path.splitext(to)[1], SUFFIXES)
+    if weights is not None:
+        choose("weights", weights, ("average", "current"))
+    if weights is not None and suffix == ".ckpt":
+        raise ValueError(f"a .ckpt file gets all that is in the checkpoint: leave out weights={weights!r}.")
+    chosen = partial(_state, path, weights)
     fs, target = check_target(to, overwrite=overwrite, is_folder=is_folder)
     if peft is not None:
-        weights, _, adapters = _weights(path, weights_only, adapters)
+        tensors, _, adapters = _weights(path, weights_only, adapters, chosen)
         if adapters is None:
             raise ValueError(f"{path} has no adapters: they are in checkpoints of a run with finetune='lora'.")
-        chosen, texts = as_peft(weights, adapters, *peft)
+        of_adapters, texts = as_peft(tensors, adapters, *peft)
         with _writing(fs, target) as folder:
             os.mkdir(folder)
-            _write_tensors(os.path.join(folder, "adapter_model.safetensors"), chosen)
+            _write_tensors(os.path.join(folder, "adapter_model.safetensors"), of_adapters)
             for name, text in texts.items():
                 _write_text(folder, name, text)
         return []
     if huggingface is not None:
-        weights, left_out = _merged(path, weights_only, adapters)
+        tensors, left_out = _merged(path, weights_only, adapters, chosen)
         prefix = f"{huggingface}." if huggingface else ""
-        named = {name.removeprefix(prefix): name for name in weights if name.startswith(prefix)}
+        named = {name.removeprefix(prefix): name for name in tensors if name.startswith(prefix)}
         if not named:
-            roots = sorted({name.partition(".")[0] for name in weights})
+            roots = sorted({name.partition(".")[0] for name in tensors})
             raise ValueError(f"no weights of {path} are below {huggingface!r}: they are below {', '.join(roots)}.")
         with _writing(fs, target) as folder:
             os.mkdir(folder)
-            _write_layout(folder, {name: weights[key] for name, key in named.items()}, shard_bytes)
+            _write_layout(folder, {name: tensors[key] for name, key in named.items()}, shard_bytes)
             for name, text in (configuration or {}).items():
                 _write_text(folder, name, text)
         return [name for name in left_out if name.startswith(prefix)]
@@ -102,12 +114,12 @@ def export(
         with _writing(fs, target) as name:
             _save(content, name)
         return []
-    weights, left_out = _merged(path, weights_only, adapters)
+    tensors, left_out = _merged(path, weights_only, adapters, chosen)
     with _writing(fs, target) as name:
         if suffix == ".safetensors":
-            _write_tensors(name, weights)
+            _write_tensors(name, tensors)
         else:
-            _save({key: read() for key, (_, read) in weights.items()}, name)
+            _save({key: read() for key, (_, read) in tensors.items()}, name)
     return left_out
 
 
@@ -147,25 +159,44 @@ def configuration_of(model: nn.Module) -> dict[str, str]:
     return files
 
 
-def _merged(path: str, weights_only: bool, adapters: Adapters | None) -> tuple[Weights, list[str]]:
+def _state(path: str, which: str | None, content: dict[str, Any]) -> dict[str, Any]:
+    """Returns the state of the module that is meant: its current weights, or their average.
+
+    Raises:
+        CheckpointError: there are no weights.
+        ValueError: there is no average.
+    """
+    if "state_dict" not in content:
+        raise CheckpointError(f"The checkpoint {path} has no weights: it has {', '.join(sorted(content))}.")
+    # Lightning: a `WeightAveraging` has put the average into "state_dict", and the weights there.
+    current: dict[str, Any] | None = content.get("current_model_state")
+    if which == "average" and current is None:
+        raise ValueError(
+            f"{path} has no average of weights: checkpoints of a run with WeightAveraging or EMAWeightAveraging have"
+            " one. The average of StochasticWeightAveraging is what `engine.export` writes after the last epoch."
+        )
+    return content["state_dict"] if which != "current" or current is None else current
+
+
+def _merged(path: str, weights_only: bool, adapters: Adapters | None, chosen: _Choice) -> tuple[Weights, list[str]]:
     """Returns the weights without adapters, and the names of entries that are no tensors."""
-    weights, left_out, adapters = _weights(path, weights_only, adapters)
+    weights, left_out, adapters = _weights(path, weights_only, adapters, chosen)
     return weights if adapters is None else merged(weights, adapters), left_out
 
 
-def _weights(path: str, weights_only: bool, adapters: Adapters | None) -> tuple[Weights, list[str], Adapters | None]:
+def _weights(
+    path: str, weights_only: bool, adapters: Adapters | None, chosen: _Choice
+) -> tuple[Weights, list[str], Adapters | None]:
     """Returns the weights, none of which has been read, the names of entries that are no tensors, and the adapters."""
     fs, fs_path = resolve(path)
     if fs.isfile(fs_path):
         content = whole_checkpoint(path, weights_only, lazily=True)
         # Tensors of a file may share their memory, of which each is a part.
-        state: dict[str, Any] = content.get("state_dict", {})
+        state = chosen(content)
         read: Any = {key: (value, value.clone) for key, value in state.items() if isinstance(value, Tensor)}
     else:
-        content, read = weights_of(path, weights_only)
-        state = content.get("state_dict", {})
-    if "state_dict" not in content:
-        raise CheckpointError(f"The checkpoint {path} has no weights: it has {', '.join(sorted(content))}.")
+        content, read = weights_of(path, weights_only, chosen)
+        state = chosen(content)
     weights = {name: (value.to("meta"), function) for name, (value, function) in read.items()}
     adapters = adapters or Adapters.of(content.get("callbacks"))
     return weights, [name for name in state if name not in weights], adapters

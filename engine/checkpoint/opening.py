@@ -70,9 +70,14 @@ def open_directory(path: str, manifest: Manifest, num_ranks: int, wants: Wants) 
 
 
 def weights_of(
-    path: str, weights_only: bool | None
+    path: str, weights_only: bool | None, choose: Callable[[dict[str, Any]], dict[str, Any]]
 ) -> tuple[dict[str, Any], dict[str, tuple[Tensor, Callable[[], Tensor]]]]:
     """Checks a checkpoint directory and opens its weights, without reading any.
+
+    Args:
+        path: the checkpoint.
+        weights_only: as for `torch.load`.
+        choose: returns the state of the module that is meant, of the checkpoint's content.
 
     Returns:
         The checkpoint's content with a mark for each tensor; and by name in the module's state, a tensor on the meta
@@ -96,7 +101,7 @@ def weights_of(
         return read
 
     weights = {}
-    for name, value in rest.get("state_dict", {}).items():
+    for name, value in choose(rest).items():
         for key in tensor_keys([value] if isinstance(value, dict) and is_mark(value) else []):
             weights[name] = torch.empty(index[key].size, dtype=index[key].dtype, device="meta"), reading(key)
     return rest, weights

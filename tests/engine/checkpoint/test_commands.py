@@ -250,6 +250,11 @@ def test_prune_says_what_it_would_do_and_does_it(ckpt, folder):
         (["export", "snapshots/last"], "the following arguments are required: --to"),
         (["export", "snapshots/last", "--to", "model.ckp"], "unknown ending '.ckp'. Did you mean '.ckpt'?"),
         (["export", "absent", "--to", "model.ckpt"], "There is nothing at absent."),
+        (
+            ["export", "snapshots/last", "--to", "model.pt", "--weights", "averag"],
+            "unknown weights 'averag'. Did you mean 'average'?",
+        ),
+        (["export", "snapshots/last", "--to", "model.pt", "--weights", "average"], "has no average of weights"),
         (["prune", "snapshots"], "the following arguments are required: --keep-last"),
         (["prune", "snapshots", "--keep-last", "some"], "argument --keep-last: invalid int value: 'some'"),
         (["prune", "snapshots", "--keep-last", "0"], "--keep-last must be a whole number of at least 1"),

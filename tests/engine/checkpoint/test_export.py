@@ -98,6 +98,28 @@ def test_safetensors_have_the_weights_alone(tmp_path):
     Scheduled().load_state_dict(load_file(tmp_path / "x.safetensors"))
 
 
+@pytest.mark.parametrize("name", ["ours", "ours.ckpt"])
+def test_the_average_or_the_weights_that_training_goes_on_from(tmp_path, name):
+    run(Engine, tmp_path / "run", SavesIn("on_train_batch_end", 6, tmp_path / name))
+    saved = load_checkpoint(tmp_path / name)
+    assert not same(dict(saved["current_model_state"]), dict(saved["state_dict"]))
+    for weights, key in ((None, "state_dict"), ("average", "state_dict"), ("current", "current_model_state")):
+        export(str(tmp_path / name), str(tmp_path / "x.safetensors"), weights=weights, overwrite=True)
+        assert same(load_file(tmp_path / "x.safetensors"), dict(saved[key]))
+    export(str(tmp_path / name), str(tmp_path / "head"), huggingface="head", weights="current")
+    assert same(load_file(tmp_path / "head" / "model.safetensors")["bias"], saved["current_model_state"]["head.bias"])
+    with pytest.raises(ValueError, match=r"a \.ckpt file gets all that is in .*: leave out weights='average'"):
+        export(str(tmp_path / name), str(tmp_path / "x.ckpt"), weights="average")
+
+
+def test_without_an_average_the_current_weights_are_all_there_are(tmp_path):
+    path, to = save(tmp_path / "x"), str(tmp_path / "x.safetensors")
+    export(path, to, weights="current")
+    assert same(load_file(to), content(1)["state_dict"])
+    with pytest.raises(ValueError, match="x has no average of weights: checkpoints of a run with WeightAveraging or"):
+        export(path, to, weights="average", overwrite=True)
+
+
 def test_what_is_no_tensor_is_said_to_be_left_out(tmp_path):
     state = {"w": torch.ones(2), "part._extra_state": {"version": 1}}
     path = save(tmp_path / "x", state_dict=state)
