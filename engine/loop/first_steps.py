@@ -40,7 +40,6 @@ from ..strategies import adapt
 from ..strategies.pipeline.reachable_state import snapshot_outside
 from .callback_writes import CallbackWrites, may_change_training
 from .module_copy import Memory, SampledBlock, copy_whole, fill_copy
-from .rate_sums import RateSums, unequal_rates
 from .split_batch import Comparison, compare_parts, kept_values, put_values, state_of, values_of
 from .unsplit import (
     SETTINGS,
@@ -85,7 +84,6 @@ class FirstSteps:
 
     duration_s = 0.0
     """The seconds that this rank has spent on the check so far, including its wait for rank 0."""
-    _rates: "RateSums | None" = None
 
     def __init__(self, trainer: Any, policy: bool | Literal["auto"]) -> None:
         self._trainer, self._policy = trainer, policy
@@ -376,44 +374,18 @@ class FirstSteps:
         Ranks that differ from some later step on, such as the one in which parameters were unfrozen, are seen here.
         So is code that changes weights on one rank, under `ddp` too, whose steps are not repeated by default.
         """
-        rates, self._rates = self._rates, None
         if not self._keeps_replicas:
             return
-        sums: list[list[float]] = []
-        if rates is not None:
-            rates.close()
-            sums = rates.sums
-        by_rank = WORLD.gather_object((self._weights(), sums))
-        weights, sums_by_rank = zip(*by_rank, strict=True) if by_rank else ((), ())
-        unequal, rates_text = WORLD.broadcast_object((unequal_replicas(weights), unequal_rates(sums_by_rank)))
-        module = type(self._trainer.lightning_module).__name__
-        if rates_text is not None:
-            self._tell(
-                f"under strategy {self._trainer.strategy!r} the ranks have trained {module} with different learning"
-                f" rates: {rates_text}. A scheduler or callback has decided by what only its own rank has, such as a"
-                " loss, or a metric that was logged without `sync_dist=True`: the result is not that of one process."
-                " Log it with `sync_dist=True`, or decide by `self.trainer.strategy.reduce(value)`.",
-                is_over=True,
-            )
-        elif unequal:
+        unequal = WORLD.broadcast_object(unequal_replicas(WORLD.gather_object(self._weights())))
+        if unequal:
             name, text = unequal[0]
+            module = type(self._trainer.lightning_module).__name__
             self._tell(
                 f"the ranks have ended the run with different weights of {module}: {name!r} and {len(unequal) - 1} more"
                 f" differ ({text}). A gradient was not averaged, or code has changed weights on one rank."
                 " `ReplicaGuard` names the step.",
                 is_over=True,
             )
-
-    def begin_run(self) -> None:
-        """Called before the first epoch, when there are optimizers: adds up their learning rates from now on."""
-        if self._keeps_replicas and self._trainer.strategy.layout.pp == 1:  # stages have other groups
-            self._rates = RateSums(self._trainer.strategy.optimizers)
-
-    def close(self) -> None:
-        """Removes what is still attached; called however a run ends."""
-        if self._rates is not None:
-            self._rates.close()
-            self._rates = None
 
     def _weights(self) -> Digests:
         return digests(self._trainer.lightning_module.named_parameters()).on_host()

@@ -52,7 +52,7 @@ class FitLoop(_FitLoop):
             super().run()
         finally:
             steering.end_run()
-            self.epoch_loop.first_steps.close()  # type: ignore[attr-defined]
+            self.epoch_loop.own_state.close()  # type: ignore[attr-defined]
             self.epoch_loop.garbage.end_run()  # type: ignore[attr-defined]
 
     def on_run_start(self) -> None:
@@ -60,7 +60,6 @@ class FitLoop(_FitLoop):
         optimization: Any = self.epoch_loop.automatic_optimization
         self._num_lossless_epochs, optimization.has_loss, optimization.num_skipped = 0, False, 0
         self.epoch_loop.own_state.begin_run()  # type: ignore[attr-defined]
-        self.epoch_loop.first_steps.begin_run()  # type: ignore[attr-defined]
         self.trainer.add_run_callbacks()  # type: ignore[attr-defined]
         super().on_run_start()
         tell_own_statistics(self.trainer)

@@ -2,7 +2,8 @@
 
 Looked at are the module's buffers, the numbers and tensors in its attributes by which a later step may depend on an
 earlier one, the orders that samplers have drawn, of which each rank reads its part, and what data sets count as they
-read. Learning rates and the like are an error, since the weights of the ranks would differ.
+read. Learning rates and the like, and steps that one rank alone leaves out, are an error, since the weights of the
+ranks would differ.
 """
 
 import dis
@@ -26,6 +27,7 @@ from ..data.epoch_position import order_of
 from ..strategies import own_buffers
 from .module_copy import is_data
 from .sample_history import SampleHistory
+from .step_sums import StepSums
 
 __all__ = ["OwnState"]
 
@@ -50,6 +52,7 @@ class OwnState:
         """The names that a warning had in this run."""
         self._before: dict[str, str] = {}
         self._histories: list[tuple[DataLoader, SampleHistory]] = []
+        self._steps: StepSums | None = None
         self.is_first_step_due = True
         """Whether no step of this run was looked at."""
 
@@ -60,6 +63,18 @@ class OwnState:
         reads = self._is_compared and self._trainer.is_global_zero
         loaders = _indexed(self._trainer.fit_loop._combined_loader) if reads else []
         self._histories = [(loader, SampleHistory(loader)) for loader in loaders]
+        self.begin_sums()
+
+    def begin_sums(self) -> None:
+        """Adds up what steps use from now on; called on all ranks after the same step."""
+        self.close()
+        self._steps = StepSums(self._trainer.strategy.optimizers) if self._is_compared else None
+
+    def close(self) -> None:
+        """Removes what is still attached; called however a run ends."""
+        if self._steps is not None:
+            self._steps.close()
+            self._steps = None
 
     def after_first_step(self) -> None:
         """Compares the state after a run's first step."""
@@ -88,7 +103,7 @@ class OwnState:
         """Compares the state; all ranks call it after the same step.
 
         Raises:
-            RuntimeError: optimizers step with other rates.
+            RuntimeError: optimizers step with other rates, or other gradients.
         """
         if not self._is_compared:
             return
@@ -97,8 +112,8 @@ class OwnState:
         buffers = {} if strategy.averages_buffers else own_buffers(module)
         attributes = _digests(_attributes(module))
         changed = {name: digest for name, digest in attributes.items() if self._before.get(name) != digest}
-        rates = _rates(trainer.strategy.optimizers)
-        own = _digests(buffers), changed, _orders(trainer.fit_loop._combined_loader), rates
+        steps = _rates(trainer.strategy.optimizers) | ({} if self._steps is None else self._steps.as_texts())
+        own = _digests(buffers), changed, _orders(trainer.fit_loop._combined_loader), steps
         by_rank = trainer.data_ranks.all_gather_object(own)
         names = [_unequal(of_ranks) for of_ranks in zip(*by_rank, strict=True)]
         if trainer.data_size != trainer.world_size:  # pipeline stages have different parts

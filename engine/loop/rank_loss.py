@@ -655,7 +655,6 @@ class RankLoss:
         own = [parameter.detach() for parameter in parameters], [o.state_dict()["state"] for o in trainer.optimizers]
         values: list[Any] = [own]
         dist.broadcast_object_list(values, group_src=self._members.index(decision["source"]))
-        loop.first_steps.close()  # the rates of a rank that has not stepped itself would differ
         if not is_behind:
             return False
         weights, states = values[0]

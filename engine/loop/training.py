@@ -246,6 +246,7 @@ class TrainingEpochLoop(_TrainingEpochLoop):  # Lightning: Trainer.fit_loop.epoc
             self.averaged_gradients.close()
             self.averaged_gradients = None
         self.first_steps.is_due = self.own_state.is_first_step_due = False
+        self.own_state.begin_sums()  # one of them may not have made the last step itself
 
     def begin_again(self) -> None:
         """Looks up what depends on the ranks, of which fewer are left, before the first batch of a step."""

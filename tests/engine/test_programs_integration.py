@@ -123,14 +123,28 @@ def test_a_scheduler_steps_by_what_all_ranks_have_logged(strategy):
 @pytest.mark.parametrize(
     ("strategy", "name", "steps", "message"),
     [
-        ("fsdp_fork", "lr", [3], r"with different learning rates: those of optimizer 0, group 0 add up to"),
-        ("fsdp_fork", "lr", range(2, 9), r"different values of 'lr' in group 0 of \w+, and train apart"),
+        ("fsdp_fork", "lr", [3], r"different values of the learning rates of the steps of group 0 of \w+, and train"),
+        ("fsdp_fork", "lr", range(2, 9), r"different values of 'lr' in group 0 of \w+ and the"),
         ("zero1_fork", "weight_decay", range(2, 9), r"different values of 'weight_decay' in group 0 of \w+, and"),
     ],
 )
 def test_ranks_with_other_rates_are_said(strategy, name, steps, message):
     with pytest.raises(Exception, match=message):
         fit(Engine, Blocks, [ChangesOnOneRank(name, steps)], max_epochs=2, strategy=strategy, devices=2)
+
+
+class LeavesOutOnOneRank(Callback):
+    """Drops the gradients of a step where it is not the first rank, as one does by a rank's own loss."""
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        if trainer.global_step == 3 and trainer.global_rank:
+            pl_module.zero_grad()
+
+
+@pytest.mark.parametrize("strategy", ["ddp_fork", "fsdp_fork", "zero1_fork"])
+def test_a_step_that_one_rank_leaves_out_is_said(strategy):
+    with pytest.raises(Exception, match=r"different values of the number of gradients of group 0 of \w+, and train"):
+        fit(Engine, Blocks, [LeavesOutOnOneRank()], max_epochs=2, strategy=strategy, devices=2)
 
 
 # --- state of an optimizer that is no parameter's

@@ -1,0 +1,58 @@
+"""Sums of what the steps of a run have used, which must be the same on all ranks: learning rates, and gradients.
+
+A rank that steps at another rate, or leaves out a step, shows in its weights under `ddp`, but not where each rank steps
+its own shards.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from itertools import repeat
+from operator import attrgetter, is_not
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ..strategies.parameter_hooks import call_before_use
+
+__all__ = ["StepSums"]
+
+_GRADIENT = attrgetter("grad")
+
+
+class StepSums:
+    """Adds up, for each group of optimizers, the learning rates and the number of gradients of its steps, until closed.
+
+    Args:
+        optimizers: those of the run.
+    """
+
+    def __init__(self, optimizers: Sequence[Any]) -> None:
+        self._sums: dict[Any, list[list[float]]] = {o: [] for o in optimizers if isinstance(o, Optimizer)}
+        # Hooks on all optimizers run before an optimizer's own, by which `zero1` hides gradients.
+        self._handle = register_optimizer_step_pre_hook(partial(call_before_use, self._add))
+
+    def _add(self, optimizer: Optimizer) -> None:
+        sums = self._sums.get(optimizer)
+        if sums is None:  # of a copy, which a server steps under `ps`, or one that the trainer does not know
+            return
+        for index, group in enumerate(optimizer.param_groups):
+            if index == len(sums):
+                sums.append([0.0, 0.0])
+            rate = group.get("lr")
+            if isinstance(rate, float):  # others are tensors of a device, which the host would wait for
+                sums[index][0] += rate
+            sums[index][1] += sum(map(is_not, map(_GRADIENT, group["params"]), repeat(None)))
+
+    def as_texts(self) -> dict[str, str]:
+        """Returns the sums by what they are of, to 9 digits: machines of two kinds may round otherwise."""
+        return {
+            f"{what} of group {number} of {type(optimizer).__name__}": f"{value:.9g}"
+            for optimizer, groups in self._sums.items()
+            for number, sums in enumerate(groups)
+            for what, value in zip(("the learning rates of the steps", "the number of gradients"), sums, strict=True)
+        }
+
+    def close(self) -> None:
+        """Removes its hook."""
+        self._handle.remove()
