@@ -159,7 +159,7 @@ def configuration_of(model: nn.Module) -> dict[str, str]:
     return files
 
 
-def _state(path: str, which: str | None, content: dict[str, Any]) -> dict[str, Any]:
+def _state(path: str, wanted: str | None, content: dict[str, Any]) -> dict[str, Any]:
     """Returns the state of the module that is meant: its current weights, or their average.
 
     Raises:
@@ -170,12 +170,12 @@ def _state(path: str, which: str | None, content: dict[str, Any]) -> dict[str, A
         raise CheckpointError(f"The checkpoint {path} has no weights: it has {', '.join(sorted(content))}.")
     # Lightning: a `WeightAveraging` has put the average into "state_dict", and the weights there.
     current: dict[str, Any] | None = content.get("current_model_state")
-    if which == "average" and current is None:
+    if wanted == "average" and current is None:
         raise ValueError(
             f"{path} has no average of weights: checkpoints of a run with WeightAveraging or EMAWeightAveraging have"
             " one. The average of StochasticWeightAveraging is what `engine.export` writes after the last epoch."
         )
-    return content["state_dict"] if which != "current" or current is None else current
+    return content["state_dict"] if wanted != "current" or current is None else current
 
 
 def _merged(path: str, weights_only: bool, adapters: Adapters | None, chosen: _Choice) -> tuple[Weights, list[str]]:

@@ -30,12 +30,20 @@ class StepSums:
     def __init__(self, optimizers: Sequence[Any]) -> None:
         self._sums: dict[Any, list[list[float]]] = {o: [] for o in optimizers if isinstance(o, Optimizer)}
         # Hooks on all optimizers run before an optimizer's own, by which `zero1` hides gradients.
-        self._handle = register_optimizer_step_pre_hook(partial(call_before_use, self._add))
+        self._handles: list[Any] = [register_optimizer_step_pre_hook(partial(call_before_use, self._add))]
+        self._handles += [optimizer.register_step_post_hook(self._end) for optimizer in self._sums]
+        self._begun: set[Any] = set()
+        """The optimizers within a step, where a class may call the step of its parent, with the same hooks."""
+
+    def _end(self, optimizer: Optimizer, *_: Any) -> None:
+        self._begun.discard(optimizer)
 
     def _add(self, optimizer: Optimizer) -> None:
         sums = self._sums.get(optimizer)
-        if sums is None:  # of a copy, which a server steps under `ps`, or one that the trainer does not know
+        # None for a copy, which a server steps under `ps`, or for one that the trainer does not know.
+        if sums is None or optimizer in self._begun:
             return
+        self._begun.add(optimizer)
         for index, group in enumerate(optimizer.param_groups):
             if index == len(sums):
                 sums.append([0.0, 0.0])
@@ -54,5 +62,6 @@ class StepSums:
         }
 
     def close(self) -> None:
-        """Removes its hook."""
-        self._handle.remove()
+        """Removes its hooks."""
+        for handle in self._handles:
+            handle.remove()
