@@ -136,6 +136,7 @@ class RankLoss:
         self._members: list[int] = []
         self._me = 0
         self._devices: list[Any] = []
+        self._ranks_of_node = 1
         self._generation = 0
         self._start: StepStart | None = None
         self._versions: list[int] = []
@@ -190,6 +191,7 @@ class RankLoss:
         assert job is not None
         self._me, self._members, self.events = job.rank, list(range(job.num_ranks)), []
         self._devices = list(self._trainer.strategy.parallel_devices) * self._trainer.num_nodes
+        self._ranks_of_node = job.num_ranks // self._trainer.num_nodes
         self._registry = RankRegistry("losses", job)
         self._registry.look_for_all()
         set_outlived(True)
@@ -641,8 +643,7 @@ class RankLoss:
         store = dist.PrefixStore(f"generation/{self._generation}", job.store.clone())
         adapt(self._trainer.strategy).regroup([self._devices[member] for member in ranks], rank, store)
         self.watchdog.meet_again(len(ranks))
-        hosts = {member: process["host"] for member, process in self._registry.processes.items()}
-        if {*hosts.values()} - {hosts.get(member) for member in ranks} - {self._registry.me["host"]}:
+        if len({member // self._ranks_of_node for member in ranks}) * self._ranks_of_node < job.num_ranks:
             note_lost_machine()
 
     def _share_step(self, decision: dict[str, Any], steps: int, loop: Any) -> bool:

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from tests import warm
-from tests.distributed import run_command
+from tests.distributed import free_port, run_command
 
 SCRIPT = """
 import os
@@ -73,6 +73,18 @@ def test_the_others_go_on_without_killed_ranks_if_they_say_so(tmp_path, strategy
     assert finished.returncode == 0, finished.output
     assert [path.name for path in tmp_path.glob("end-*")] == ["end-0-0"]
     assert (tmp_path / "end-0-0").read_text() == "12 [[0], [1]]"
+
+
+@pytest.mark.timeout(300)
+def test_node_0_goes_on_when_all_ranks_of_another_node_are_lost(tmp_path, monkeypatch):
+    monkeypatch.setenv("POLYPHASE_JOB_SECRET", "of both nodes")
+    job = GOES_ON.replace("STRATEGY", "ddp").replace("devices=3", "devices=1, num_nodes=2")
+    (tmp_path / "job.py").write_text(job.replace("trainer.global_rank == 0", "trainer.global_rank == 1"))
+    place = f"--nproc 1 --max-restarts 0 --nnodes 2 --master-addr 127.0.0.1 --master-port {free_port()}"
+    nodes = [f"{sys.executable} -m polyphase.engine launch {place} --node-rank {node} -- job.py" for node in (1, 0)]
+    finished = run_command(["sh", "-c", " & ".join(nodes)], timeout_s=240, cold=True)
+    assert finished.returncode == 0, finished.output  # of node 0
+    assert (tmp_path / "end-0-0").read_text() == "12 [[1]]"
 
 
 @pytest.mark.timeout(300)
