@@ -68,7 +68,9 @@ class OwnState:
     def begin_sums(self) -> None:
         """Adds up what steps use from now on; called on all ranks after the same step."""
         self.close()
-        self._steps = StepSums(self._trainer.strategy.optimizers) if self._is_compared else None
+        # A rank that trains alone may leave out a step of its own, and that of its schedules, by `nonfinite="skip"`.
+        steps_together = self._is_compared and not self._trainer.engine_strategy.capabilities.steps_alone
+        self._steps = StepSums(self._trainer.strategy.optimizers) if steps_together else None
 
     def close(self) -> None:
         """Removes what is still attached; called however a run ends."""
@@ -112,7 +114,7 @@ class OwnState:
         buffers = {} if strategy.averages_buffers else own_buffers(module)
         attributes = _digests(_attributes(module))
         changed = {name: digest for name, digest in attributes.items() if self._before.get(name) != digest}
-        steps = _rates(trainer.strategy.optimizers) | ({} if self._steps is None else self._steps.as_texts())
+        steps = {} if self._steps is None else _rates(trainer.strategy.optimizers) | self._steps.as_texts()
         own = _digests(buffers), changed, _orders(trainer.fit_loop._combined_loader), steps
         by_rank = trainer.data_ranks.all_gather_object(own)
         names = [_unequal(of_ranks) for of_ranks in zip(*by_rank, strict=True)]

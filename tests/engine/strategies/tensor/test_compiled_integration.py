@@ -82,7 +82,6 @@ def test_flags_beside_compile_need_no_other_graphs(strategy, devices, flags, tmp
     torch.testing.assert_close(compiled, expected, rtol=0, atol=1e-6)
 
 
-@pytest.mark.timeout(60)
 def test_no_process_waits_for_a_graph_that_the_first_one_can_not_compile(tmp_path, monkeypatch):
     expected = weights("ddp_fork", 2, False, tmp_path / "eager.json")
 
