@@ -79,8 +79,8 @@ def export(
     suffix = "" if is_folder else choose("ending", os.path.splitext(to)[1], SUFFIXES)
     if weights is not None:
         choose("weights", weights, ("average", "current"))
-    if weights is not None and suffix == ".ckpt":
-        raise ValueError(f"a .ckpt file gets all that is in the checkpoint: leave out weights={weights!r}.")
+        if suffix == ".ckpt":
+            raise ValueError(f"a .ckpt file gets all that is in the checkpoint: leave out weights={weights!r}.")
     chosen = partial(_state, path, weights)
     fs, target = check_target(to, overwrite=overwrite, is_folder=is_folder)
     if peft is not None:

@@ -18,7 +18,6 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.data import has_iterable_dataset
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
@@ -114,7 +113,7 @@ class OwnState:
         buffers = {} if strategy.averages_buffers else own_buffers(module)
         attributes = _digests(_attributes(module))
         changed = {name: digest for name, digest in attributes.items() if self._before.get(name) != digest}
-        steps = {} if self._steps is None else _rates(trainer.strategy.optimizers) | self._steps.as_texts()
+        steps = {} if self._steps is None else self._steps.as_texts()
         own = _digests(buffers), changed, _orders(trainer.fit_loop._combined_loader), steps
         by_rank = trainer.data_ranks.all_gather_object(own)
         names = [_unequal(of_ranks) for of_ranks in zip(*by_rank, strict=True)]
@@ -173,19 +172,6 @@ def _may_last(value: Any) -> bool:
     leaves = tree_leaves(value)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     return all(tensor.grad_fn is None for tensor in tensors) and (bool(tensors) or isinstance(value, (int, float)))
-
-
-def _rates(optimizers: list[Optimizer]) -> dict[str, str]:
-    """Returns what schedulers and callbacks set in the groups of optimizers, to 6 digits."""
-    return {
-        f"{name!r} in group {number} of {type(optimizer).__name__}": " ".join(
-            f"{float(value):.6g}" for value in tree_leaves(group[name]) if isinstance(value, int | float | Tensor)
-        )
-        for optimizer in optimizers
-        for number, group in enumerate(optimizer.param_groups)
-        for name in ("lr", "momentum", "betas", "weight_decay")
-        if group.get(name) is not None
-    }
 
 
 def _orders(combined: CombinedLoader) -> dict[str, str]:

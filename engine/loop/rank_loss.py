@@ -203,10 +203,8 @@ class RankLoss:
 
     def _elsewhere(self) -> list[int]:
         """The members of other machines, beginning with those after this one."""
-        registry = self._registry
-        assert registry is not None
-        far = [rank for rank in self._members if rank != self._me and not registry.is_local(rank)]
-        return sorted(far, key=lambda rank: (rank - self._me) % registry.world_size)
+        assert self._registry is not None
+        return [rank for rank in self._registry.elsewhere if rank in self._members]
 
     def _watch_elsewhere(self) -> None:
         """Learns which ranks of other machines were declared lost, until the run, or the store, has ended."""

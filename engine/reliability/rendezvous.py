@@ -163,7 +163,7 @@ class RankRegistry:
         self._unknown = sorted(self.others, key=lambda rank: abs(rank - self.rank) if rank else 0)
         """The ranks whose processes are not known yet, in the order in which they are looked for."""
         self._are_all_connected = False
-        self._elsewhere: list[int] = []
+        self.elsewhere: list[int] = []
         """The known ranks of other machines, beginning with the one after this rank."""
         self._turn = 0
         self._last_heard: dict[int, tuple[int, float]] = {}
@@ -213,8 +213,8 @@ class RankRegistry:
             self._local[rank] = None
             with suppress(psutil.NoSuchProcess, ValueError, OverflowError):
                 self._local[rank] = psutil.Process(self.processes[rank]["pid"])
-        elsewhere = [*self._elsewhere, *(rank for rank in seen if not self.is_local(rank))]
-        self._elsewhere = sorted(elsewhere, key=lambda rank: (rank - self.rank) % self.world_size)
+        elsewhere = [*self.elsewhere, *(rank for rank in seen if not self.is_local(rank))]
+        self.elsewhere = sorted(elsewhere, key=lambda rank: (rank - self.rank) % self.world_size)
 
     def _key(self, kind: str, rank: int) -> str:
         return f"polyphase/watch/{self._run}/{kind}/{rank}"
@@ -240,7 +240,7 @@ class RankRegistry:
     def _due(self) -> list[int]:
         """Returns the ranks of other machines whose beats are read now."""
         half = _MAX_CHECKED // 2
-        near, rest = self._elsewhere[:half], self._elsewhere[half:]
+        near, rest = self.elsewhere[:half], self.elsewhere[half:]
         start = self._turn % len(rest) if rest else 0
         self._turn = start + half
         return near + (rest[start:] + rest[:start])[:half]
@@ -298,7 +298,7 @@ class RankRegistry:
 
     def on_other_hosts(self, address: str | None = None) -> list[int]:
         """Returns the running ranks of other machines; of the one with this address or name, if it is given."""
-        ranks = [rank for rank in sorted(self._elsewhere) if not _has_left(self.last.get(rank))]
+        ranks = [rank for rank in sorted(self.elsewhere) if not _has_left(self.last.get(rank))]
         places = {rank: (self.processes[rank]["address"], self.processes[rank]["host"]) for rank in ranks}
         return [rank for rank in ranks if address is None or address in places[rank]]
 
@@ -321,8 +321,8 @@ class RankRegistry:
     def forget(self, ranks: list[int]) -> None:
         """Drops ranks without which the run continues."""
         gone = set(ranks)
-        self.others, self._unknown, self._elsewhere = (
-            [rank for rank in kind if rank not in gone] for kind in (self.others, self._unknown, self._elsewhere)
+        self.others, self._unknown, self.elsewhere = (
+            [rank for rank in kind if rank not in gone] for kind in (self.others, self._unknown, self.elsewhere)
         )
         for by_rank in (self.processes, self._local, self.last, self._last_heard):
             for rank in ranks:
